@@ -1,0 +1,59 @@
+"""What an iteration did: the value that lockstep compares and from which the server makes its answers."""
+
+from __future__ import annotations
+
+import attrs
+
+from engine.control.plan import Plan, Sampled
+
+
+@attrs.frozen
+class Facts:
+    """What happened to one request, reported with its end."""
+
+    prompt_tokens: int
+    generated_tokens: int
+    preemptions: int
+    recomputed_tokens: int  # every token computed in a prefill after a preemption
+    replayed_steps: int
+    first_iteration: int | None  # of its first admission; None when it never ran
+    last_iteration: int
+
+
+@attrs.frozen
+class Finished:
+    """``reason``: ``stop`` (end-of-sequence, stop id or stop string), ``length``, ``abort`` or ``error``."""
+
+    request: int
+    reason: str
+    stop: int | str | None = None  # the token id or the string that stopped it
+    facts: Facts | None = attrs.field(default=None, eq=False)
+
+
+@attrs.frozen
+class StepRecord:
+    """One iteration. Requests appear in the order in which the rules treat them."""
+
+    iteration: int
+    plan: Plan
+    aborted: tuple[Finished, ...] = ()  # aborts applied in this iteration to requests that had not finished
+    reaped: tuple[int, ...] = ()  # gave back blocks and row (running) or left the queue (waiting)
+    preempted: tuple[int, ...] = ()
+    sampled: tuple[tuple[int, Sampled], ...] = ()
+    finished: tuple[Finished, ...] = ()
+    error: str | None = None  # why execute raised; every request of the plan is then in ``finished``
+
+
+@attrs.frozen
+class Ledger:
+    """The whole control state after commit, as plain values."""
+
+    waiting: tuple[int, ...]  # rule 2 order
+    running: tuple[int, ...]  # rule 2 order; finished requests that are not yet reaped included
+    tables: dict[int, tuple[int, ...]]
+    rows: dict[int, int]
+    computed: dict[int, int]
+    num_tokens: dict[int, int]
+    status: dict[int, str]  # waiting, prefilling, decoding, finished
+    blank: tuple[int, ...]  # next to be handed out first
+    references: tuple[int, ...]  # per block
