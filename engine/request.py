@@ -123,3 +123,16 @@ class SamplingParams:
     @property
     def greedy(self) -> bool:
         return self.temperature == 0.0
+
+
+@attrs.frozen
+class SamplingSpec:
+    """What travels with a seat to compute: the parameters, the seed that was settled at submit, and what min_tokens masks.
+
+    ``masked`` are the end-of-sequence and stop token ids whose logits are minus infinity while fewer than
+    ``params.min_tokens`` tokens have been generated.
+    """
+
+    params: SamplingParams
+    seed: int
+    masked: tuple[int, ...] = ()
