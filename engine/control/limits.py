@@ -29,7 +29,9 @@ class Limits:
             if getattr(self, name) < 1:
                 raise ValueError(f"{name} is {getattr(self, name)}, but must be at least 1")
         if not 0 <= self.watermark < self.num_blocks:
-            raise ValueError(f"watermark is {self.watermark} blocks, but must be 0..{self.num_blocks - 1} (num_blocks - 1)")
+            raise ValueError(
+                f"watermark is {self.watermark} blocks, but must be 0..{self.num_blocks - 1} (num_blocks - 1)"
+            )
         if self.max_num_batched_tokens < self.max_num_seqs:  # rule 9: every decoding row must run in every iteration
             raise ValueError(
                 f"max_num_batched_tokens is {self.max_num_batched_tokens}, but must be at least "

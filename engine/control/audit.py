@@ -1,0 +1,113 @@
+"""The engine's own invariants, checked between iterations without any second opinion.
+
+What it can see: leaks, double ownership, references that do not add up, rows that two requests believe to hold, queues out of
+order, progress that overtakes the tokens. What it cannot see: a wrong but consistent decision (a wrong victim, an
+overtaken head); that is what the lockstep with ``model_sim`` is for. Everything is re-derived from the requests' own
+tables, never from the pool's totals, so that a fault in the books cannot hide itself.
+
+Callable on a live server between two iterations; O(blocks + requests).
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator
+from itertools import pairwise
+
+from engine.control.request import Request, Status
+from engine.control.scheduler import Scheduler
+
+
+def audit(scheduler: Scheduler) -> list[str]:
+    """All violations, each message naming block, row and request; empty when everything holds."""
+    return [*_blocks(scheduler), *_rows(scheduler), *_queues(scheduler), *_progress(scheduler)]
+
+
+def _blocks(s: Scheduler) -> Iterator[str]:
+    holders: dict[int, list[int]] = {}
+    for request in (*s.waiting, *s.running):
+        for block in request.table:
+            holders.setdefault(block, []).append(request.id)
+        for block, times in Counter(request.table).items():
+            if times > 1:
+                yield f"block {block} stands {times} times in the table of request {request.id}"
+    blank = Counter(s.pool.blank())
+    for block, times in sorted(blank.items()):
+        if times > 1:
+            yield f"block {block} stands {times} times in the blank stack"
+    for block, references in enumerate(s.pool.references):
+        held = holders.get(block, [])
+        if held and blank[block]:
+            yield f"block {block} is blank, but request {held[0]} holds it"
+        elif not held and not blank[block]:
+            yield f"block {block} is allocated but no request holds it"
+        if references != len(held) and (held or blank[block]):
+            yield f"block {block} counts {references} references, but stands in {len(held)} tables (requests {held})"
+        if len(held) > 1:
+            yield f"block {block} is held by requests {held}, but nothing is shared"
+
+
+def _rows(s: Scheduler) -> Iterator[str]:
+    seen: dict[int, int] = {}
+    for request in s.running:
+        if request.row is None:
+            yield f"request {request.id} is {request.status}, but has no row"
+            continue
+        if request.row in seen:
+            yield f"row {request.row} is held by requests {seen[request.row]} and {request.id}"
+        seen[request.row] = request.id
+    for row, owner in enumerate(s.rows.owner):
+        if owner is not None and seen.get(row) != owner:
+            yield f"row {row} is marked as request {owner}'s, but no running request holds it as that"
+        if owner is None and row in seen:
+            yield f"row {row} is marked free, but request {seen[row]} holds it"
+    free = s.rows.owner.count(None)
+    if free != s.rows.num_free:
+        yield f"{free} rows are free, but the count says {s.rows.num_free}"
+
+
+def _queues(s: Scheduler) -> Iterator[str]:
+    for name, queue in (("waiting", s.waiting), ("running", s.running)):
+        for before, after in pairwise(queue):
+            if before.order >= after.order:
+                yield f"the {name} queue has request {before.id} (priority {before.priority}) before request {after.id} (priority {after.priority})"
+    for request in s.waiting:
+        if request.status is not Status.WAITING:
+            yield f"request {request.id} stands in the waiting queue, but is {request.status}"
+        if request.table or request.row is not None or request.computed:
+            yield f"request {request.id} is waiting, but holds blocks {request.table}, row {request.row}, computed {request.computed}"
+    for request in s.running:
+        if request.status is Status.WAITING:
+            yield f"request {request.id} stands among the running ones, but is waiting"
+    known = Counter(r.id for r in (*s.waiting, *s.running))
+    for request_id in s.requests.keys() - known.keys():
+        yield f"request {request_id} is known, but stands in no queue"
+    for request_id, times in known.items():
+        if times > 1 or request_id not in s.requests:
+            yield f"request {request_id} stands {times} times in the queues and is {'known' if request_id in s.requests else 'unknown'}"
+
+
+def _progress(s: Scheduler) -> Iterator[str]:
+    partial = [r.id for r in s.running if r.status is Status.PREFILLING]
+    if len(partial) > 1:
+        yield f"requests {partial} are part-prefilled, but at most one may be"
+    for request in s.running:
+        yield from _one(s, request)
+
+
+def _one(s: Scheduler, r: Request) -> Iterator[str]:
+    capacity = len(r.table) * s.limits.block_size
+    if r.computed > capacity:
+        yield f"request {r.id} has {r.computed} computed positions, but its {len(r.table)} blocks hold {capacity}"
+    # A token sampled just now gets its block in the next iteration's growth, never earlier (rule 5).
+    if r.status is not Status.FINISHED and len(r.table) not in (
+        s.limits.blocks_for(r.num_tokens),
+        s.limits.blocks_for(r.num_tokens - 1),
+    ):
+        yield f"request {r.id} holds {len(r.table)} blocks for {r.num_tokens} tokens of block size {s.limits.block_size}"
+    if r.status is Status.DECODING and r.computed != r.num_tokens - 1:
+        yield f"request {r.id} is decoding with {r.computed} of {r.num_tokens} tokens computed, but only the last may be missing"
+    if r.status is Status.PREFILLING and r.computed >= r.num_tokens:
+        yield f"request {r.id} is prefilling, but has all {r.num_tokens} tokens computed"
+    if r.generated > r.max_tokens:
+        yield f"request {r.id} generated {r.generated} tokens, but max_tokens is {r.max_tokens}"

@@ -1,0 +1,31 @@
+"""Totals since start. Readings for people and metrics; no decision ever looks at them."""
+
+from __future__ import annotations
+
+from collections import Counter
+
+import attrs
+
+
+@attrs.define
+class Counters:
+    iterations: int = 0
+    forward_iterations: int = 0  # iterations whose plan had tokens to compute
+    forward_tokens: int = 0  # every position computed
+    prefill_tokens: int = 0
+    decode_steps: int = 0  # iterations in which at least one row decoded
+    replays: Counter[tuple[int, int]] = attrs.field(factory=Counter)  # by (rows, width)
+    eager: Counter[str] = attrs.field(factory=Counter)  # by reason
+    padded_rows: int = 0
+    row_moves: int = 0
+    preemptions: int = 0
+    recomputed_tokens: int = 0  # all tokens computed in the prefill of a request that was preempted before
+    sampled_tokens: int = 0
+    submitted: int = 0
+    refused: Counter[str] = attrs.field(factory=Counter)  # by reason of the door
+    finished: Counter[str] = attrs.field(factory=Counter)  # by finish reason
+    failed_steps: int = 0
+
+    @property
+    def replayed(self) -> int:
+        return sum(self.replays.values())

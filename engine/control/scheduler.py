@@ -1,0 +1,356 @@
+"""The scheduler: one iteration from events to a plan, and from tokens to a record.
+
+The rules are those of model_sim/SPEC.md. An iteration runs (rule 3)
+
+    submit/abort ...  ->  plan():   reap -> grow -> compact -> admit -> decide replay
+                      ->  Runner.execute(plan)
+                      ->  commit(plan, sampled)   or   fail(plan, why)
+
+State changes in two places only: the queues, tables and rows here, and the pool's stack. Everything that leaves is frozen.
+"""
+
+from __future__ import annotations
+
+from bisect import insort
+from collections.abc import Sequence
+
+import attrs
+
+from engine.control.blocks import BlockPool
+from engine.control.counters import Counters
+from engine.control.door import check_door
+from engine.control.limits import Limits
+from engine.control.plan import Chunk, Decode, Grow, Move, Plan, Replay, Sampled, Seat
+from engine.control.record import Finished, Ledger, StepRecord
+from engine.control.replay import decide
+from engine.control.request import Refusal, Request, Status, Submission
+from engine.control.rows import RowTable
+
+__all__ = ["Refusal", "Scheduler", "Submission"]
+
+
+@attrs.frozen
+class _Open:
+    """What ``plan`` did besides the plan, kept for the record of the same iteration."""
+
+    plan: Plan
+    aborted: tuple[Finished, ...]
+    reaped: tuple[int, ...]
+    preempted: tuple[int, ...]
+
+
+class Scheduler:
+    def __init__(self, limits: Limits) -> None:
+        self.limits = limits
+        self.pool = BlockPool(limits.num_blocks)
+        self.rows = RowTable(limits.max_num_seqs)
+        self.requests: dict[int, Request] = {}  # waiting and running; reaped ones are forgotten
+        self.waiting: list[Request] = []  # rule 2 order
+        self.running: list[Request] = []  # rule 2 order
+        self.counters = Counters()
+        self.iteration = 0
+        self._next_id = 0
+        self._open: _Open | None = None
+
+    # Events ------------------------------------------------------------------------------------------------------
+
+    def submit(self, submission: Submission, n: int = 1) -> tuple[int, ...]:
+        """Queues ``n`` choices of one submission and returns their ids. Raises ``Refusal`` (rule 1), for all n or none.
+
+        Ids number every choice ever submitted, refused ones included, so that a caller can count along.
+        """
+        ids = tuple(range(self._next_id, self._next_id + n))
+        self._next_id += n
+        self.counters.submitted += n
+        try:
+            max_tokens = check_door(self.limits, submission, n, len(self.waiting))
+        except Refusal as refusal:
+            self.counters.refused[refusal.reason] += n
+            raise
+        for choice, request_id in enumerate(ids):
+            request = Request(
+                id=request_id,
+                priority=submission.priority,
+                tokens=list(submission.prompt),
+                prompt_len=len(submission.prompt),
+                max_tokens=max_tokens,
+                stop_ids=submission.stop_ids,
+                min_tokens=submission.min_tokens,
+                text=submission.texts[choice] if submission.texts else None,
+                payload=submission.payloads[choice] if submission.payloads else None,
+            )
+            self.requests[request_id] = request
+            self._enqueue(request)
+        return ids
+
+    def abort(self, request_id: int) -> None:
+        """Marks a request; it is reaped in the next iteration (rule 4). Unknown, finished or repeated: no effect."""
+        request = self.requests.get(request_id)
+        if request is not None and request.status is not Status.FINISHED:
+            request.aborted = True
+
+    @property
+    def has_work(self) -> bool:
+        """Whether another iteration would change anything; finished requests still have to be reaped (rule 3)."""
+        return bool(self.requests)
+
+    # One iteration -----------------------------------------------------------------------------------------------
+
+    def plan(self) -> Plan:
+        """Decides this iteration. Must be followed by ``commit`` or ``fail`` with the same plan."""
+        if self._open is not None:
+            raise RuntimeError(f"iteration {self._open.plan.iteration} was planned, but neither committed nor failed")
+        aborted, reaped, vacated = self._reap()
+        grown, preempted, more_vacated = self._grow()
+        moves = self._compact()
+        decodes = self._decodes()
+        budget = self.limits.max_num_batched_tokens - len(decodes)
+        chunks, budget = self._continue_prefills(budget)
+        seated, first_chunks = self._admit(budget)
+        launch = decide([d.row for d in decodes], self._longest_table(), self.limits.captures)
+        plan = Plan(
+            iteration=self.iteration,
+            vacated=(*vacated, *more_vacated),
+            grown=tuple(grown),
+            moves=tuple(moves),
+            seated=tuple(seated),
+            chunks=(*chunks, *first_chunks),
+            decodes=decodes,
+            launch=launch,
+        )
+        self._open = _Open(plan, aborted, reaped, preempted)
+        return plan
+
+    def commit(self, plan: Plan, sampled: Sequence[Sampled]) -> StepRecord:
+        """Counts what was computed and appends what was sampled: one ``Sampled`` for each entry of ``plan.sampling``."""
+        opened = self._close(plan)
+        if len(sampled) != len(plan.sampling):
+            raise ValueError(f"{len(sampled)} tokens came back, but {len(plan.sampling)} rows sample in this plan")
+        for chunk in plan.chunks:
+            request = self.requests[chunk.request]
+            request.computed += len(chunk.tokens)
+            if request.preemptions:
+                request.recomputed += len(chunk.tokens)
+                self.counters.recomputed_tokens += len(chunk.tokens)
+        for decode in plan.decodes:
+            request = self.requests[decode.request]
+            request.computed += 1
+            request.replayed_steps += isinstance(plan.launch, Replay)
+        results = tuple((entry.request, token) for entry, token in zip(plan.sampling, sampled, strict=True))
+        finished = [
+            end for request_id, result in results if (end := self._append(self.requests[request_id], result.token))
+        ]
+        self._count(plan)
+        self.counters.sampled_tokens += len(results)
+        return self._record(opened, results, tuple(finished), None)
+
+    def fail(self, plan: Plan, why: str) -> StepRecord:
+        """Execute raised: every request of the plan ends with reason ``error``; what it computed counts for nothing."""
+        opened = self._close(plan)
+        ids = [entry.request for entry in (*plan.chunks, *plan.decodes)]
+        finished = tuple(self._finish(self.requests[request_id], "error", None) for request_id in ids)
+        self.counters.iterations += 1
+        self.counters.failed_steps += 1
+        return self._record(opened, (), finished, why)
+
+    # Phases ------------------------------------------------------------------------------------------------------
+
+    def _reap(self) -> tuple[tuple[Finished, ...], tuple[int, ...], list[int]]:
+        """Rule 4. Finished requests of the last iteration and aborts of this one, in order."""
+        aborted: list[Finished] = []
+        reaped: list[int] = []
+        vacated: list[int] = []
+        leaving = [r for r in (*self.waiting, *self.running) if r.aborted or r.status is Status.FINISHED]
+        for request in sorted(leaving, key=lambda r: r.order):
+            if request.status is not Status.FINISHED:
+                aborted.append(self._end(request, "abort", None))
+            if request.row is None:
+                self.waiting.remove(request)
+            else:
+                self.running.remove(request)
+                vacated.append(self._give_back(request))
+            del self.requests[request.id]
+            reaped.append(request.id)
+        return tuple(aborted), tuple(reaped), vacated
+
+    def _grow(self) -> tuple[list[Grow], tuple[int, ...], list[int]]:
+        """Rule 6. Each running request gets the block that its next token needs, if need be from the last in the order."""
+        grown: list[Grow] = []
+        preempted: list[int] = []
+        vacated: list[int] = []
+        for request in tuple(self.running):
+            if request.status is Status.WAITING:  # preempted for an earlier one in this same pass
+                continue
+            while len(request.table) < self.limits.blocks_for(request.num_tokens):
+                if self.pool.num_free:
+                    request.table.append(self.pool.take())
+                    assert request.row is not None
+                    grown.append(Grow(request.id, request.row, request.table[-1]))
+                    continue
+                victim = self.running[-1]
+                vacated.append(self._preempt(victim))
+                preempted.append(victim.id)
+                if victim is request:
+                    break
+        return grown, tuple(preempted), vacated
+
+    def _preempt(self, victim: Request) -> int:
+        """Blocks and row go back, tokens stay, progress is lost, the place in the queue is kept (rule 6)."""
+        self.running.remove(victim)
+        row = self._give_back(victim)
+        victim.computed = 0
+        victim.preemptions += 1
+        victim.status = Status.WAITING
+        self._enqueue(victim)
+        self.counters.preemptions += 1
+        return row
+
+    def _compact(self) -> list[Move]:
+        """Rule 7. Brings the decoding requests to rows 0..d-1."""
+        if not self.limits.persistent_batch:
+            return []
+        decoding = {r.row: r for r in self.running if r.status is Status.DECODING and r.row is not None}
+        moves: list[Move] = []
+        for src, dst in self.rows.misplaced(decoding):
+            displaced = self.rows.owner[dst]
+            self.rows.move(src, dst)
+            decoding[src].row = dst
+            if displaced is not None:
+                self.requests[displaced].row = src
+            moves.append(Move(decoding[src].id, src, dst, swap=displaced is not None))
+        return moves
+
+    def _decodes(self) -> tuple[Decode, ...]:
+        decoding = [r for r in self.running if r.status is Status.DECODING and r.row is not None]
+        decodes = (Decode(r.id, r.row, r.num_tokens - 1, r.tokens[-1]) for r in decoding if r.row is not None)
+        return tuple(sorted(decodes, key=lambda decode: decode.row))
+
+    def _longest_table(self) -> int:
+        return max((len(r.table) for r in self.running if r.status is Status.DECODING), default=0)
+
+    def _continue_prefills(self, budget: int) -> tuple[list[Chunk], int]:
+        """Rule 9. Running prefilling requests come before admissions."""
+        chunks: list[Chunk] = []
+        for request in self.running:
+            if request.status is Status.PREFILLING and budget > 0:
+                chunks.append(self._chunk(request, budget))
+                budget -= len(chunks[-1].tokens)
+        return chunks, budget
+
+    def _admit(self, budget: int) -> tuple[list[Seat], list[Chunk]]:
+        """Rule 8. The head of the queue or nobody; nobody overtakes. A failed attempt changes nothing."""
+        seated: list[Seat] = []
+        chunks: list[Chunk] = []
+        while self.waiting and self.rows.num_free and budget > 0 and self._fits(self.waiting[0]):
+            request = self.waiting.pop(0)
+            request.table = [self.pool.take() for _ in range(self.limits.blocks_for(request.num_tokens))]
+            row = request.row = self.rows.take(request.id)
+            request.status = Status.PREFILLING
+            if request.first_iteration is None:
+                request.first_iteration = self.iteration
+            insort(self.running, request, key=lambda r: r.order)
+            seated.append(
+                Seat(request.id, row, tuple(request.tokens), request.prompt_len, tuple(request.table), request.payload)
+            )
+            chunks.append(self._chunk(request, budget))
+            budget -= len(chunks[-1].tokens)
+        return seated, chunks
+
+    def _fits(self, request: Request) -> bool:
+        """The watermark is a reserve that may delay a request but never exclude it (rule 8)."""
+        need = self.limits.blocks_for(request.num_tokens)
+        reserve = self.limits.watermark
+        if need > self.limits.num_blocks - reserve:
+            reserve = 0
+        return need <= self.pool.num_free - reserve
+
+    def _chunk(self, request: Request, budget: int) -> Chunk:
+        count = min(budget, request.missing)
+        assert request.row is not None
+        tokens = tuple(request.tokens[request.computed : request.computed + count])
+        return Chunk(request.id, request.row, request.computed, tokens, samples=count == request.missing)
+
+    # Ends --------------------------------------------------------------------------------------------------------
+
+    def _append(self, request: Request, token: int) -> Finished | None:
+        """Rule 13. Stop ids, then stop strings, then length; the first two not before ``min_tokens``."""
+        request.status = Status.DECODING
+        request.tokens.append(token)
+        may_stop = request.generated >= request.min_tokens
+        if may_stop and token in request.stop_ids:
+            return self._finish(request, "stop", token)
+        if request.text is not None:
+            try:
+                if request.text.push(token, may_stop):
+                    return self._finish(request, "stop", request.text.matched)
+            except Exception:  # noqa: BLE001 - text is the caller's code: it may end its own request, never the loop
+                return self._finish(request, "error", None)
+        if request.generated >= request.max_tokens:
+            return self._finish(request, "length", None)
+        return None
+
+    def _finish(self, request: Request, reason: str, stop: int | str | None) -> Finished:
+        request.status = Status.FINISHED
+        return self._end(request, reason, stop)
+
+    def _end(self, request: Request, reason: str, stop: int | str | None) -> Finished:
+        self.counters.finished[reason] += 1
+        return Finished(request.id, reason, stop, request.facts(self.iteration))
+
+    # Helpers -----------------------------------------------------------------------------------------------------
+
+    def _enqueue(self, request: Request) -> None:
+        insort(self.waiting, request, key=lambda r: r.order)
+
+    def _give_back(self, request: Request) -> int:
+        """Blocks tail first, then the row (rule 4); returns the row."""
+        self.pool.release(request.table)
+        request.table = []
+        row, request.row = request.row, None
+        assert row is not None
+        self.rows.release(row)
+        return row
+
+    def _close(self, plan: Plan) -> _Open:
+        opened, self._open = self._open, None
+        if opened is None or opened.plan is not plan:
+            raise RuntimeError(f"the plan of iteration {plan.iteration} is not the one that is open")
+        return opened
+
+    def _record(
+        self, opened: _Open, sampled: tuple[tuple[int, Sampled], ...], finished: tuple[Finished, ...], error: str | None
+    ) -> StepRecord:
+        record = StepRecord(
+            self.iteration, opened.plan, opened.aborted, opened.reaped, opened.preempted, sampled, finished, error
+        )
+        self.iteration += 1
+        return record
+
+    def _count(self, plan: Plan) -> None:
+        counters = self.counters
+        counters.iterations += 1
+        counters.forward_iterations += plan.forwards
+        counters.forward_tokens += plan.num_tokens
+        counters.prefill_tokens += plan.num_tokens - len(plan.decodes)
+        counters.row_moves += len(plan.moves)
+        counters.decode_steps += bool(plan.decodes)
+        if isinstance(plan.launch, Replay):
+            counters.replays[plan.launch.rows, plan.launch.width] += 1
+            counters.padded_rows += plan.launch.padding
+        elif plan.launch is not None:
+            counters.eager[plan.launch.reason] += 1
+
+    def ledger(self) -> Ledger:
+        """The whole state as plain values, for audits and lockstep. O(everything): not for the hot path."""
+        live = (*self.waiting, *self.running)
+        return Ledger(
+            waiting=tuple(r.id for r in self.waiting),
+            running=tuple(r.id for r in self.running),
+            tables={r.id: tuple(r.table) for r in live},
+            rows={r.id: r.row for r in live if r.row is not None},
+            computed={r.id: r.computed for r in live},
+            num_tokens={r.id: r.num_tokens for r in live},
+            status={r.id: str(r.status) for r in live},
+            blank=self.pool.blank(),
+            references=tuple(self.pool.references),
+        )
