@@ -1,0 +1,82 @@
+"""Everything that can be set about an engine, checked once. Imports no torch, so that ``--help`` stays fast.
+
+The names are those of vLLM's flags where one exists. ``None`` means "what suits the model and the machine"; it is settled
+by ``Engine.from_config`` and shown in the capacity table.
+"""
+
+from __future__ import annotations
+
+import attrs
+
+DEVICES = ("auto", "cpu", "cuda")
+DTYPES = ("auto", "float32", "bfloat16", "float16")
+
+
+class ConfigError(ValueError):
+    """A setting that cannot work; the message is one sentence that names it, its value and what is allowed."""
+
+    def __init__(self, field: str, message: str) -> None:
+        super().__init__(message)
+        self.field = field
+
+
+@attrs.frozen(kw_only=True)
+class EngineConfig:
+    """Settings of one engine.
+
+    ``model``: a folder, a .gguf file or a hub id; ``None`` is the small model that is installed beside the engine.
+    ``watermark``: blocks that admission leaves free for the growth of running requests (rule 8); ``None`` is 1 % of the pool.
+    ``capture_rows`` x ``capture_widths`` (rows x blocks) are the recorded shapes; ``None`` covers every decode step.
+    ``seed``: makes the seeds of requests that bring none a function of their arrival number; ``None`` draws them.
+    """
+
+    model: str | None = None
+    device: str = "auto"
+    dtype: str = "auto"
+    block_size: int = 16
+    num_kv_blocks: int | None = None
+    max_num_seqs: int = 16
+    max_num_batched_tokens: int = 512
+    max_model_len: int | None = None
+    watermark: int | None = None
+    max_waiting: int = 1024
+    enforce_eager: bool = False
+    capture_rows: tuple[int, ...] | None = None
+    capture_widths: tuple[int, ...] | None = None
+    persistent_batch: bool = True
+    threads: int | None = None
+    seed: int | None = None
+
+    def __attrs_post_init__(self) -> None:
+        if self.device not in DEVICES:
+            raise ConfigError("device", f"device is {self.device!r}, but must be one of {', '.join(DEVICES)}")
+        if self.dtype not in DTYPES:
+            raise ConfigError("dtype", f"dtype is {self.dtype!r}, but must be one of {', '.join(DTYPES)}")
+        bounds = {
+            "block_size": (1, 256),
+            "num_kv_blocks": (1, 2**24),
+            "max_num_seqs": (1, 1024),
+            "max_num_batched_tokens": (1, 2**20),
+            "max_model_len": (1, 2**24),
+            "watermark": (0, 2**24),
+            "max_waiting": (1, 2**20),
+            "threads": (1, 1024),
+        }
+        for field, (low, high) in bounds.items():
+            value = getattr(self, field)
+            if value is not None and not low <= value <= high:
+                raise ConfigError(field, f"{field} is {value}, but must be in {low}..{high}")
+        if self.max_num_batched_tokens < self.max_num_seqs:
+            raise ConfigError(
+                "max_num_batched_tokens",
+                f"max_num_batched_tokens is {self.max_num_batched_tokens}, but must be at least max_num_seqs = "
+                f"{self.max_num_seqs}, since each running request decodes one token per iteration",
+            )
+        if self.num_kv_blocks is not None and self.watermark is not None and self.watermark >= self.num_kv_blocks:
+            raise ConfigError(
+                "watermark", f"watermark is {self.watermark}, but must be below num_kv_blocks = {self.num_kv_blocks}"
+            )
+        for field in ("capture_rows", "capture_widths"):
+            for value in getattr(self, field) or ():
+                if value < 1:
+                    raise ConfigError(field, f"{field} holds {value}, but every entry must be at least 1")

@@ -1,0 +1,239 @@
+"""The offline convenience: a list of prompts in, a list of answers out.
+
+Drives the same ``Engine`` as the server; only the loop is here.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import nullcontext
+from typing import Any
+
+import attrs
+
+from engine.config import EngineConfig
+from engine.control.plan import Sampled
+from engine.control.record import Facts, Finished
+from engine.engine import Engine
+from engine.request import InvalidRequest, SamplingParams
+from engine.text.stream import TextStream
+
+Prompt = str | Sequence[int]
+
+
+@attrs.frozen
+class Choice:
+    """One answer. ``stop`` is the token id or string that ended it; ``seed`` makes it repeatable."""
+
+    text: str
+    token_ids: tuple[int, ...]
+    finish_reason: str
+    stop: int | str | None
+    seed: int
+    sampled: tuple[Sampled, ...] = attrs.field(repr=False)
+    facts: Facts | None = attrs.field(default=None, repr=False)
+
+
+@attrs.frozen
+class Output:
+    """The answers to one prompt; ``text``, ``token_ids`` and ``finish_reason`` are those of the first choice."""
+
+    prompt_token_ids: tuple[int, ...] = attrs.field(repr=False)
+    choices: tuple[Choice, ...]
+
+    @property
+    def text(self) -> str:
+        return self.choices[0].text
+
+    @property
+    def token_ids(self) -> tuple[int, ...]:
+        return self.choices[0].token_ids
+
+    @property
+    def finish_reason(self) -> str:
+        return self.choices[0].finish_reason
+
+
+@attrs.define
+class _Live:
+    """A request on its way: its text so far and what was sampled."""
+
+    text: TextStream
+    seed: int
+    stops_in_commit: bool
+    sampled: list[Sampled] = attrs.field(factory=list)
+    end: Finished | None = None
+
+    def take(self, token: Sampled, end: Finished | None) -> str:
+        self.sampled.append(token)
+        ended_by_id = end is not None and isinstance(end.stop, int)
+        if not self.stops_in_commit and not ended_by_id:  # the stop token itself is not part of the text
+            self.text.push(token.token, False)
+        return self.text.take()
+
+    def finish(self, end: Finished) -> str:
+        self.end = end
+        self.text.finish()
+        return self.text.take()
+
+    def choice(self) -> Choice:
+        assert self.end is not None
+        tokens = tuple(s.token for s in self.sampled)
+        return Choice(
+            self.text.text, tokens, self.end.reason, self.end.stop, self.seed, tuple(self.sampled), self.end.facts
+        )
+
+
+class LLM:
+    """``LLM("folder, .gguf file or hub id", max_num_seqs=8, ...)``; every keyword is a field of ``EngineConfig``."""
+
+    def __init__(self, model: str | None = None, *, engine: Engine | None = None, **settings: Any) -> None:
+        """Raises ``LoadError`` or ``ConfigError``. ``engine`` hands in one that exists already."""
+        self.engine = engine or Engine.from_config(EngineConfig(model=model, **settings))
+
+    def generate(
+        self,
+        prompts: Prompt | Sequence[Prompt],
+        params: SamplingParams | Sequence[SamplingParams] | None = None,
+        *,
+        progress: bool = True,
+    ) -> list[Output]:
+        """One ``Output`` per prompt, in order. Prompts are text or token ids; all are checked before the first runs.
+
+        Raises ``InvalidRequest`` (its message starts with the prompt's index). A step that fails ends its requests with
+        finish reason ``error``. Ctrl-C aborts what is running and leaves the engine usable.
+        """
+        batch = [prompts] if _is_one(prompts) else list(prompts)  # type: ignore[list-item, arg-type]
+        each = list(params) if isinstance(params, Sequence) else [params or SamplingParams()] * len(batch)
+        if len(each) != len(batch):
+            raise InvalidRequest("params", f"{len(each)} sampling parameters were given for {len(batch)} prompts")
+        encoded = [self._encode(prompt) for prompt in batch]
+        for index, (ids, one) in enumerate(zip(encoded, each, strict=True)):
+            try:
+                self.engine.check(ids, one)
+            except InvalidRequest as error:
+                raise InvalidRequest(error.param, f"prompt {index}: {error}", error.code) from None
+        return self._run(encoded, each, progress)
+
+    def chat(
+        self, messages: Sequence[dict[str, Any]], params: SamplingParams | None = None, *, progress: bool = False
+    ) -> Output:
+        """One conversation through the model's chat template."""
+        return self.generate([self.render(messages)], params, progress=progress)[0]
+
+    def stream(self, prompt: Prompt, params: SamplingParams | None = None) -> Iterator[str]:
+        """The text of one answer, piece by piece; the pieces join to ``generate``'s text. Closing it aborts the request."""
+        one = params or SamplingParams()
+        if one.n != 1:
+            raise InvalidRequest("n", f"n is {one.n}, but a stream has one answer")
+        ((request, live),) = self._submit(self._encode(prompt), one)
+        try:
+            while live.end is None:
+                yield from filter(None, self._step({request: live}))
+        finally:
+            self.engine.abort(request)
+            while self.engine.has_work:
+                self.engine.step()
+
+    def render(self, messages: Sequence[dict[str, Any]]) -> list[int]:
+        """Token ids of a conversation, ready for the answer. Raises ``InvalidRequest`` without a chat template."""
+        model = self.engine.model
+        if model.template is None or model.tokenizer is None:
+            raise InvalidRequest("messages", f"{model.name} has no chat template; use generate with a plain prompt")
+        return model.tokenizer.encode(model.template.render(list(messages)), add_special_tokens=False)
+
+    def _encode(self, prompt: Prompt) -> list[int]:
+        if not isinstance(prompt, str):
+            return list(prompt)
+        if self.engine.model.tokenizer is None:
+            raise InvalidRequest("prompt", f"{self.engine.model.name} has no tokenizer; pass token ids")
+        return self.engine.model.tokenizer.encode(prompt)
+
+    def _submit(self, ids: list[int], params: SamplingParams) -> list[tuple[int, _Live]]:
+        texts = [
+            TextStream(
+                self.engine.model.tokenizer,  # type: ignore[arg-type]
+                ids,
+                stop=params.stop,
+                include_stop=params.include_stop_str_in_output,
+                skip_special_tokens=params.skip_special_tokens,
+            )
+            for _ in range(params.n)
+        ]
+        submitted = self.engine.submit(ids, params, texts=texts if params.stop else ())
+        lives = [_Live(text, seed, bool(params.stop)) for text, seed in zip(texts, submitted.seeds, strict=True)]
+        return list(zip(submitted.requests, lives, strict=True))
+
+    def _step(self, lives: dict[int, _Live]) -> Iterator[str]:
+        record = self.engine.step()
+        ends = {end.request: end for end in (*record.aborted, *record.finished)}
+        for request, sampled in record.sampled:
+            if request in lives:
+                yield lives[request].take(sampled, ends.get(request))
+        for request, end in ends.items():
+            if request in lives:
+                yield lives[request].finish(end)
+
+    def _run(self, encoded: list[list[int]], each: list[SamplingParams], progress: bool) -> list[Output]:
+        groups: list[list[_Live]] = []
+        running: dict[int, _Live] = {}
+        pending = list(zip(encoded, each, strict=True))[::-1]
+        with _bar(sum(p.n for p in each)) if progress else nullcontext() as bar:
+            try:
+                while pending or running:
+                    # The queue has a bound; what does not fit yet waits here.
+                    while pending and len(self.engine.scheduler.waiting) + pending[-1][1].n <= self.engine.limits.max_waiting:
+                        group = self._submit(*pending.pop())
+                        groups.append([live for _, live in group])
+                        running.update(group)
+                    tokens = sum(1 for _ in self._step(running))
+                    done = [request for request, live in running.items() if live.end is not None]
+                    for request in done:
+                        del running[request]
+                    if bar is not None:
+                        bar(len(done), tokens - len(done))
+            finally:
+                for request in running:
+                    self.engine.abort(request)
+                while self.engine.has_work:
+                    self.engine.step()
+        return [
+            Output(tuple(ids), tuple(live.choice() for live in group))
+            for ids, group in zip(encoded, groups, strict=True)
+        ]
+
+
+def _is_one(prompts: Prompt | Sequence[Prompt]) -> bool:
+    return isinstance(prompts, str) or (len(prompts) > 0 and isinstance(prompts[0], int))
+
+
+class _bar:
+    """A progress bar over answers with the rate of output tokens, on stderr, only on a terminal."""
+
+    def __init__(self, total: int) -> None:
+        from rich.console import Console
+        from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+
+        console = Console(stderr=True)
+        self.bar = Progress(
+            TextColumn("answers"),
+            BarColumn(),
+            MofNCompleteColumn(),
+            TimeElapsedColumn(),
+            TextColumn("{task.fields[tokens]} tokens"),
+            console=console,
+            disable=not console.is_terminal,
+        )
+        self.task = self.bar.add_task("", total=total, tokens=0)
+        self.tokens = 0
+
+    def __enter__(self) -> _bar:
+        self.bar.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.bar.stop()
+
+    def __call__(self, answers: int, tokens: int) -> None:
+        self.tokens += tokens
+        self.bar.update(self.task, advance=answers, tokens=self.tokens)
