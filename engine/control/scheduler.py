@@ -123,9 +123,9 @@ class Scheduler:
 
     def commit(self, plan: Plan, sampled: Sequence[Sampled]) -> StepRecord:
         """Counts what was computed and appends what was sampled: one ``Sampled`` for each entry of ``plan.sampling``."""
-        opened = self._close(plan)
         if len(sampled) != len(plan.sampling):
             raise ValueError(f"{len(sampled)} tokens came back, but {len(plan.sampling)} rows sample in this plan")
+        opened = self._close(plan)
         for chunk in plan.chunks:
             request = self.requests[chunk.request]
             request.computed += len(chunk.tokens)
