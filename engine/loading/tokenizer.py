@@ -1,0 +1,114 @@
+"""Text to token ids and back: one thread-safe face over ``tokenizers``, whatever file the vocabulary came from.
+
+Special tokens in the text of a user are a question of trust, so ``encode`` takes ``parse_special``: with it off, the
+string ``<|im_end|>`` becomes the ordinary tokens that spell it. The library's switch for that is a mutable attribute of
+the tokenizer, so two tokenizers are kept instead and neither is changed after it was made.
+"""
+
+from __future__ import annotations
+
+import json
+import threading
+from collections.abc import Iterable, Sequence
+
+import tokenizers
+
+
+def _byte_alphabet() -> dict[str, int]:
+    """Character -> byte of byte-level BPE: printable Latin-1 stands for itself, the rest is moved to U+0100 and up."""
+    printable = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
+    moved = [byte for byte in range(256) if byte not in set(printable)]
+    return {chr(b): b for b in printable} | {chr(0x100 + i): b for i, b in enumerate(moved)}
+
+
+BYTE_OF_CHAR = _byte_alphabet()
+CHAR_OF_BYTE = {byte: char for char, byte in BYTE_OF_CHAR.items()}
+_SPACE_MARK = "\u2581"  # SentencePiece's visible space
+
+
+class Tokenizer:
+    """A tokenizer with the ids that the engine needs to know.
+
+    ``vocab_size`` is the model's where given (embeddings are often padded), else the tokenizer's; every id below it may
+    be decoded, and ids that the tokenizer does not know are empty text. ``eos_ids`` end a generation. ``add_bos`` says
+    whether ``encode`` puts ``bos_id`` in front when it adds special tokens.
+    """
+
+    def __init__(
+        self,
+        backend: tokenizers.Tokenizer,
+        *,
+        bos_id: int | None = None,
+        eos_ids: Iterable[int] = (),
+        vocab_size: int | None = None,
+    ) -> None:
+        backend.no_truncation()
+        backend.no_padding()
+        self.backend = backend
+        self.bos_id = bos_id
+        self.eos_ids = frozenset(eos_ids)
+        added = backend.get_added_tokens_decoder()
+        self.special_ids = frozenset(i for i, token in added.items() if token.special)
+        self._literal = frozenset(added)
+        known = max(backend.get_vocab(with_added_tokens=True).values(), default=-1) + 1
+        self.vocab_size = known if vocab_size is None else vocab_size
+        self.add_bos = bos_id is not None and backend.encode("").ids[:1] == [bos_id]
+        self._byte_level = _decodes_bytes(backend)
+        self._plain: tokenizers.Tokenizer | None = None
+        self._lock = threading.Lock()
+
+    def encode(self, text: str, *, add_special_tokens: bool = True, parse_special: bool = True) -> list[int]:
+        """Ids of ``text``. ``add_special_tokens``: with BOS/EOS as the tokenizer's file asks. ``parse_special``: whether
+        the spelling of a special token in ``text`` becomes that token. Raises ``ValueError`` on a lone surrogate."""
+        backend = self.backend if parse_special or not self.special_ids else self._without_special()
+        try:
+            return list(backend.encode(text, add_special_tokens=add_special_tokens).ids)
+        except (TypeError, UnicodeEncodeError) as error:
+            raise ValueError(f"the text cannot be encoded as UTF-8: {error}") from None
+
+    def decode(self, ids: Sequence[int], *, skip_special_tokens: bool = True) -> str:
+        """The text of ``ids``; bytes that are not UTF-8 become U+FFFD. Raises ``ValueError`` on an id outside
+        [0, vocab_size)."""
+        limit = self.vocab_size
+        for token in ids:
+            if not 0 <= token < limit:
+                raise ValueError(f"token id {token} is outside the vocabulary, [0, {limit})")
+        return str(self.backend.decode(list(ids), skip_special_tokens=skip_special_tokens))
+
+    def token_bytes(self, token: int) -> bytes:
+        """The bytes that one token stands for; empty where the tokenizer does not know the id. Raises ``ValueError`` as
+        ``decode`` does."""
+        if not 0 <= token < self.vocab_size:
+            raise ValueError(f"token id {token} is outside the vocabulary, [0, {self.vocab_size})")
+        piece = self.backend.id_to_token(token)
+        if piece is None:
+            return b""
+        if token in self._literal:
+            return piece.encode()
+        if self._byte_level:
+            try:
+                return bytes(BYTE_OF_CHAR[char] for char in piece)
+            except KeyError:
+                return piece.encode()
+        if len(piece) == 6 and piece.startswith("<0x") and piece.endswith(">"):
+            return bytes([int(piece[3:5], 16)])
+        return piece.replace(_SPACE_MARK, " ").encode()
+
+    def token_text(self, token: int) -> str:
+        """``token_bytes`` as text; incomplete UTF-8 shows as U+FFFD."""
+        return self.token_bytes(token).decode("utf-8", "replace")
+
+    def _without_special(self) -> tokenizers.Tokenizer:
+        with self._lock:
+            if self._plain is None:
+                plain = tokenizers.Tokenizer.from_str(self.backend.to_str())
+                plain.encode_special_tokens = True
+                self._plain = plain
+            return self._plain
+
+
+def _decodes_bytes(backend: tokenizers.Tokenizer) -> bool:
+    if backend.decoder is None:
+        return False
+    state = json.loads(backend.decoder.__getstate__())
+    return any(part.get("type") == "ByteLevel" for part in state.get("decoders", [state]))
