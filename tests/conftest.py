@@ -1,0 +1,78 @@
+"""What a test run says about the tests that did not run, and why in CI such a test fails the run.
+
+Every run closes with the list of skipped tests and of deselected slow ones. With CI=true a skip for any reason but a
+missing GPU makes the run fail: what CI does not run, nobody runs. Works with and without xdist: each worker sends what it
+left out home when it ends.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterable
+from typing import Any
+
+import pytest
+
+ALLOWED_IN_CI = "no CUDA device"
+
+
+class NotRun:
+    """Collects what was left out: ``skipped`` maps a test to its reason, ``deselected`` holds node ids."""
+
+    def __init__(self) -> None:
+        self.skipped: dict[str, str] = {}
+        self.deselected: set[str] = set()
+
+    def forbidden(self) -> dict[str, str]:
+        """The skips that may not happen in CI."""
+        return {test: reason for test, reason in self.skipped.items() if ALLOWED_IN_CI not in reason}
+
+    def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
+        if report.skipped and not hasattr(report, "wasxfail"):
+            self.skipped[report.nodeid] = _reason(report)
+
+    def pytest_collectreport(self, report: pytest.CollectReport) -> None:
+        if report.skipped:
+            self.skipped[report.nodeid] = _reason(report)
+
+    def pytest_deselected(self, items: Iterable[pytest.Item]) -> None:
+        self.deselected |= {item.nodeid for item in items if item.get_closest_marker("slow")}
+
+    @pytest.hookimpl(tryfirst=True)
+    def pytest_sessionfinish(self, session: pytest.Session) -> None:
+        worker_output = getattr(session.config, "workeroutput", None)
+        if worker_output is not None:
+            worker_output["not_run"] = {"skipped": self.skipped, "deselected": sorted(self.deselected)}
+        elif self.forbidden() and in_ci() and session.exitstatus in (pytest.ExitCode.OK, pytest.ExitCode.NO_TESTS_COLLECTED):
+            session.exitstatus = pytest.ExitCode.TESTS_FAILED
+
+    @pytest.hookimpl(optionalhook=True)
+    def pytest_testnodedown(self, node: Any) -> None:
+        not_run = getattr(node, "workeroutput", {}).get("not_run", {})
+        self.skipped |= not_run.get("skipped", {})
+        self.deselected |= set(not_run.get("deselected", ()))
+
+    def pytest_terminal_summary(self, terminalreporter: pytest.TerminalReporter) -> None:
+        if self.deselected:
+            terminalreporter.section("not run: marked slow (make full runs them)")
+            for test in sorted(self.deselected):
+                terminalreporter.line(test)
+        if in_ci() and (forbidden := self.forbidden()):
+            terminalreporter.section("skipped in CI, so the run fails", red=True)
+            for test, reason in sorted(forbidden.items()):
+                terminalreporter.line(f"{test}: {reason}")
+
+
+def in_ci() -> bool:
+    """CI sets CI=true; on a developer's machine a skip is only listed."""
+    return os.environ.get("CI", "").lower() in {"1", "true"}
+
+
+def _reason(report: pytest.TestReport | pytest.CollectReport) -> str:
+    if isinstance(report.longrepr, tuple):
+        return report.longrepr[2].removeprefix("Skipped: ")
+    return str(report.longrepr)
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    config.pluginmanager.register(NotRun(), "what-did-not-run")
