@@ -24,7 +24,7 @@ class LoadError(Exception):
 
 @attrs.frozen
 class RopeScaling:
-    """``kind``: ``linear``, ``dynamic`` is refused, ``llama3`` or ``yarn``; factors as in Hugging Face's config.json."""
+    """``kind``: ``linear``, ``llama3`` or ``yarn``; factors as in Hugging Face's config.json. Other kinds are refused."""
 
     kind: str
     factor: float = 1.0
@@ -99,6 +99,15 @@ class ModelConfig:
         return shapes
 
 
+@attrs.frozen(eq=False)
+class StoredTensor:
+    """A tensor as its file holds it. ``type``: ``F32``, ``F16``, ``BF16`` or the name of a GGUF block type (``Q4_1``).
+    ``data``: uint8 (rows, bytes per row), contiguous, on the CPU; a vector is one row."""
+
+    type: str
+    data: torch.Tensor
+
+
 class TensorSource(Protocol):
     """Tensors on demand, so that no more than one float copy of the weights exists while loading."""
 
@@ -108,6 +117,10 @@ class TensorSource(Protocol):
 
     def load(self, name: str) -> torch.Tensor:
         """The tensor as contiguous fp32 on the CPU, dequantised exactly where the file is quantised."""
+        ...
+
+    def stored(self, name: str) -> StoredTensor:
+        """The same tensor in the type that it came in, rows in the same order as ``load`` gives them."""
         ...
 
 

@@ -1,8 +1,8 @@
 """A small model made of numbers: every family in memory, without a file, the same on every machine.
 
-Each tensor is drawn from a generator seeded by (seed, name), so it can be made on demand and does not depend on the order
-of loading. The weights are scaled so that a mistake shows: logits spread by ``logit_std``, attention is far from uniform,
-norms are not ones and biases not zeros.
+Each tensor is drawn from a generator seeded by (seed, name), so it can be made on demand and does not depend on the
+order of loading. The weights are scaled so that a mistake shows: logits spread by ``logit_std``, attention is far from
+uniform, norms are not ones and biases not zeros.
 """
 
 from __future__ import annotations
@@ -17,19 +17,20 @@ import tokenizers
 import torch
 from tokenizers import AddedToken, decoders, models, pre_tokenizers
 
-from engine.loading.model import LoadedModel, LoadError, ModelConfig
+from engine.loading.model import LoadedModel, LoadError, ModelConfig, StoredTensor
 from engine.loading.template import ChatTemplate
 from engine.loading.tokenizer import CHAR_OF_BYTE, Tokenizer
 
 FAMILIES = ("llama", "mistral", "qwen2", "qwen3")
 SPECIAL_TOKENS = ("<|endoftext|>", "<|im_start|>", "<|im_end|>")
 CHATML = (
-    "{% for message in messages %}{{ '<|im_start|>' + message['role'] + '\n' + message['content'] + '<|im_end|>' + '\n' }}"
+    "{% for message in messages %}"
+    "{{ '<|im_start|>' + message['role'] + '\n' + message['content'] + '<|im_end|>' + '\n' }}"
     "{% endfor %}{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"
 )
 _WORDS = (
-    " the, of, and, to, in, is, that, for, it, was, on, with, as, are, this, be, at, or, from, by, not, have, an, which,"
-    " token, block, request, model, user, assistant, system, answer, question, number, water, hello, world"
+    " the, of, and, to, in, is, that, for, it, was, on, with, as, are, this, be, at, or, from, by, not, have, an,"
+    " which, token, block, request, model, user, assistant, system, answer, question, number, water, hello, world"
 )
 _ENDINGS = "ing,tion,er,ed,ly,est,ment,able"
 _RMS_EPS = {"llama": 1e-5, "mistral": 1e-5, "qwen2": 1e-6, "qwen3": 1e-6}
@@ -84,6 +85,10 @@ class SyntheticSource:
         centre, spread = self._scale(name, shape)
         return unit * (spread * math.sqrt(3)) + centre
 
+    def stored(self, name: str) -> StoredTensor:
+        tensor = self.load(name)
+        return StoredTensor("F32", tensor.reshape(-1, tensor.shape[-1]).view(torch.uint8))
+
     def _scale(self, name: str, shape: tuple[int, ...]) -> tuple[float, float]:
         """Mean and standard deviation. After a norm activations are near 1, so fan_in ** -0.5 keeps them there."""
         if name.endswith("norm.weight"):
@@ -130,8 +135,8 @@ def synthetic_backend(vocab_size: int = 512) -> tokenizers.Tokenizer:
 
 
 def synthetic_model(family: str = "llama", *, seed: int = 0, logit_std: float = 2.0, **overrides: Any) -> LoadedModel:
-    """A random model of ``family``: 2 layers, hidden 64, 4 heads over 2, vocabulary 512, unless ``overrides`` (fields of
-    ``ModelConfig``) say otherwise. A vocabulary too small for the 256 bytes comes without tokenizer and template."""
+    """A random model of ``family``: 2 layers, hidden 64, 4 heads over 2, vocabulary 512, unless ``overrides`` (fields
+    of ``ModelConfig``) say otherwise. A vocabulary too small for the 256 bytes has no tokenizer and no template."""
     config = synthetic_config(family, **overrides)
     tokenizer, template, eos = None, None, frozenset[int]()
     if config.vocab_size >= len(SPECIAL_TOKENS) + 256:

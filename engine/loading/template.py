@@ -1,9 +1,9 @@
 """Chat templates: the model file's own Jinja program, run in a sandbox, because a model file is not trusted code.
 
-The environment gives what Hugging Face templates expect (``raise_exception``, ``strftime_now``, ``tojson`` that does not
-escape, ``{% generation %}``, ``break`` and ``continue``) and takes what they could abuse: attributes that begin with an
-underscore, changing a value of the caller, and unbounded work. Work is counted in operations, never in seconds, so that
-a template that renders once always renders.
+The environment gives what Hugging Face templates expect (``raise_exception``, ``strftime_now``, ``tojson`` that does
+not escape, ``{% generation %}``, ``break`` and ``continue``) and takes away what they could abuse: attributes that begin
+with an underscore, changing a value of the caller, and unbounded work. Work is counted in operations, never in seconds,
+so that a template that renders once always renders.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ import re
 import threading
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from datetime import datetime
-from typing import Any
+from typing import Any, ClassVar
 
 import jinja2
 from jinja2 import nodes
@@ -40,7 +40,7 @@ class TemplateFailure(Exception):
 class _Generation(Extension):
     """``{% generation %}`` marks what the assistant wrote, for training; when serving it is just its body."""
 
-    tags = {"generation"}
+    tags: ClassVar[set[str]] = {"generation"}
 
     def parse(self, parser: Parser) -> nodes.Node:
         line = next(parser.stream).lineno

@@ -58,8 +58,8 @@ class Tokenizer:
         self._lock = threading.Lock()
 
     def encode(self, text: str, *, add_special_tokens: bool = True, parse_special: bool = True) -> list[int]:
-        """Ids of ``text``. ``add_special_tokens``: with BOS/EOS as the tokenizer's file asks. ``parse_special``: whether
-        the spelling of a special token in ``text`` becomes that token. Raises ``ValueError`` on a lone surrogate."""
+        """Ids of ``text``. ``add_special_tokens``: with BOS/EOS as the tokenizer's file asks. ``parse_special``:
+        whether the spelling of a special token becomes that token. Raises ``ValueError`` on a lone surrogate."""
         backend = self.backend if parse_special or not self.special_ids else self._without_special()
         try:
             return list(backend.encode(text, add_special_tokens=add_special_tokens).ids)
