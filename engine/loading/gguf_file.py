@@ -1,8 +1,8 @@
 """A GGUF file as a ``LoadedModel``: names, shapes and row order become Hugging Face's, tensors are read on demand.
 
 Writers of GGUF reorder the rows of q and k for the ``llama`` architecture, because their kernels rotate neighbouring
-pairs where Hugging Face rotates halves; the rows are put back here, in whole rows, so a quantised tensor stays quantised.
-Other architectures are stored as they are.
+pairs where Hugging Face rotates halves; the rows are put back here, in whole rows, so a quantised tensor stays
+quantised. Other architectures are stored as they are.
 """
 
 from __future__ import annotations
@@ -198,7 +198,7 @@ class _Keys:
 
 
 def _shortest(value: float) -> float:
-    """The shortest decimal that is the same float32: the file holds 9.99999975e-06 where the model's author wrote 1e-05."""
+    """The shortest decimal that is the same float32: where the author wrote 1e-05, the file holds 9.99999975e-06."""
     return float(str(np.float32(value)))
 
 

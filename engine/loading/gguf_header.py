@@ -13,6 +13,7 @@ its own size. Tensor sizes, alignment, overlap and the end of the file are all c
 
 from __future__ import annotations
 
+import itertools
 import mmap
 import struct
 from collections.abc import Mapping
@@ -204,7 +205,7 @@ def _place(cursor: _Cursor, found: list[TensorInfo], start: int, alignment: int)
             raise cursor.fail(f"tensor {info.name!r} ends at byte {end}, beyond the end of the file; is it truncated?")
         placed[info.name] = attrs.evolve(info, offset=start + info.offset)
     inner = sorted(placed.values(), key=lambda info: info.offset)
-    for one, two in zip(inner, inner[1:], strict=False):
+    for one, two in itertools.pairwise(inner):
         if one.offset + one.nbytes > two.offset:
             raise cursor.fail(f"tensors {one.name!r} and {two.name!r} overlap")
     return placed

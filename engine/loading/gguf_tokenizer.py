@@ -2,7 +2,7 @@
 
 Two kinds are known. ``gpt2`` is byte-level BPE with explicit merges, split first by the rule that ``tokenizer.ggml.pre``
 names. ``llama`` is SentencePiece BPE: no merges, but a score per piece, and the best-scoring adjacent pair is joined
-first; every way to split a piece in two becomes a merge ranked by the score of the whole, which gives the same order.
+first; every way to split a piece in two becomes a merge, ranked by the score of the whole, and the order is the same.
 """
 
 from __future__ import annotations
@@ -61,7 +61,7 @@ def gguf_tokenizer(metadata: Mapping[str, Any], vocab_size: int, where: str) -> 
             raise LoadError(f"{where}: tokenizer.ggml.model is {kind!r}, but must be 'gpt2' or 'llama'")
     except LoadError:
         raise
-    except Exception as error:  # the library raises bare Exception
+    except Exception as error:  # noqa: BLE001 (the library raises bare Exception)
         raise LoadError(f"{where}: the tokenizer cannot be rebuilt: {error}") from None
     for code, special in ((_CONTROL, True), (_UNKNOWN, True), (_USER_DEFINED, False)):
         added = [

@@ -82,7 +82,7 @@ def _download(hub_id: str) -> Path:
         ) from None
     try:
         return Path(snapshot_download(hub_id, allow_patterns=_HUB_FILES))
-    except Exception as error:  # many kinds: offline, unknown name, gated, disk full
+    except Exception as error:  # noqa: BLE001 (many kinds: offline, unknown name, gated, disk full)
         reason = next((line.strip() for line in str(error).splitlines() if line.strip()), "")
         raise LoadError(
             f"{hub_id}: no such file or folder, and the hub did not give it: {type(error).__name__}: {reason}"
