@@ -1,7 +1,7 @@
 """Turns pip's own resolution of the project into ci/constraints.txt: one exact pin a line, sorted.
 
 ``sh ci/lock.sh`` keeps the pins there are and adds what is missing; ``sh ci/lock.sh --upgrade`` takes the newest
-versions that pyproject.toml allows. torch moves only by hand, in TORCH, because a new one has to be tested on a GPU too.
+versions that pyproject.toml allows. torch moves only by hand, in TORCH, since a new one has to be tested on a GPU too.
 """
 
 from __future__ import annotations
@@ -46,12 +46,17 @@ def resolve(constraints: Iterable[str]) -> list[tuple[str, str]]:
         given.write_text("\n".join(constraints) + "\n")
         pip = [sys.executable, "-m", "pip", "install", "--dry-run", "--ignore-installed", "--quiet"]
         subprocess.run([*pip, "-c", given, "--report", report, ".[test,dev,hub,fast]"], check=True)
-        return [(item["metadata"]["name"], item["metadata"]["version"]) for item in json.loads(report.read_text())["install"]]
+        return [
+            (item["metadata"]["name"], item["metadata"]["version"])
+            for item in json.loads(report.read_text())["install"]
+        ]
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--upgrade", action="store_true", help="take newest versions instead of keeping the pins there are")
+    parser.add_argument(
+        "--upgrade", action="store_true", help="take newest versions instead of keeping the pins there are"
+    )
     constraints = [f"torch=={TORCH}"]
     if not parser.parse_args().upgrade and LOCK.exists():
         lines = LOCK.read_text().splitlines()

@@ -2,7 +2,7 @@
 
 Each ```bash block stands under a comment that says what becomes of it: ``<!-- ci: run -->`` must exit with 0;
 ``<!-- ci: server -->`` is started, must answer on /health, serves the blocks below it and is ended with SIGTERM;
-``<!-- ci: elsewhere: WHERE -->`` is run by something else, which WHERE names. A block without such a comment is an error.
+``<!-- ci: elsewhere: WHERE -->`` is run by WHERE. A block without such a comment is an error.
 The README's port 8000 is swapped for a free one, so that a server that runs already is neither asked nor disturbed.
 """
 
@@ -23,7 +23,9 @@ import attrs
 
 README_PORT = 8000
 KINDS = ("run", "server", "elsewhere")
-_BLOCK = re.compile(r"(?:^<!-- ci: (?P<kind>\w+)(?:: (?P<where>[^\n]*?))? -->\n)?^```bash\n(?P<text>.*?)^```$", re.M | re.S)
+_BLOCK = re.compile(
+    r"(?:^<!-- ci: (?P<kind>\w+)(?:: (?P<where>[^\n]*?))? -->\n)?^```bash\n(?P<text>.*?)^```$", re.MULTILINE | re.DOTALL
+)
 
 
 class ReadmeError(Exception):
@@ -46,7 +48,9 @@ def blocks(readme: str) -> list[Block]:
         line = readme.count("\n", 0, match.start("text")) + 1
         kind = match["kind"]
         if kind not in KINDS or (kind == "elsewhere" and not match["where"]):
-            raise ReadmeError(f"README.md:{line}: needs <!-- ci: run -->, server or 'elsewhere: WHERE' above it, has {kind!r}")
+            raise ReadmeError(
+                f"README.md:{line}: needs <!-- ci: run -->, server or 'elsewhere: WHERE' above it, has {kind!r}"
+            )
         found.append(Block(line, kind, match["text"]))
     return found
 
@@ -72,14 +76,23 @@ class Server:
                 time.sleep(0.2)
         raise ReadmeError(f"the server did not answer on {self.url} within {seconds:.0f} s")
 
-    def stop(self) -> None:
-        if self.process.poll() is None:
-            os.killpg(self.process.pid, signal.SIGTERM)
-            try:
-                self.process.wait(30)
-            except subprocess.TimeoutExpired:
-                os.killpg(self.process.pid, signal.SIGKILL)
-                self.process.wait()
+    def stop(self, seconds: float = 30) -> None:
+        """SIGTERM to the command and all its children; SIGKILL to those that are left after ``seconds``."""
+        self._signal(signal.SIGTERM)
+        deadline = time.monotonic() + seconds
+        while self._signal(0) and time.monotonic() < deadline:
+            self.process.poll()  # without this the leader stays as a zombie, which still takes signals
+            time.sleep(0.05)
+        self._signal(signal.SIGKILL)
+        self.process.wait()
+
+    def _signal(self, number: int) -> bool:
+        """False when no process of the group is left."""
+        try:
+            os.killpg(self.process.pid, number)
+        except ProcessLookupError:
+            return False
+        return True
 
 
 def free_port() -> int:
@@ -100,7 +113,7 @@ def run(readme: str, folder: Path, *, start_seconds: float = 300, run_seconds: f
             if block.kind == "server":
                 if server is not None:
                     server.stop()
-                if str(port) not in text:
+                if text.startswith("make "):
                     text = text.rstrip("\n") + f' ARGS="--port {port}"\n'
                 server = Server(text, port, folder)
                 server.wait(start_seconds)
@@ -115,7 +128,9 @@ def run(readme: str, folder: Path, *, start_seconds: float = 300, run_seconds: f
 
 def run_block(block: Block, text: str, folder: Path, seconds: float) -> None:
     try:
-        status = subprocess.run(["bash", "-euo", "pipefail", "-c", text], cwd=folder, timeout=seconds, check=False).returncode
+        status = subprocess.run(
+            ["bash", "-euo", "pipefail", "-c", text], cwd=folder, timeout=seconds, check=False
+        ).returncode
     except subprocess.TimeoutExpired:
         raise ReadmeError(f"README.md:{block.line}: not done after {seconds:.0f} s") from None
     if status != 0:

@@ -1,8 +1,8 @@
 """What a test run says about the tests that did not run, and why in CI such a test fails the run.
 
 Every run closes with the list of skipped tests and of deselected slow ones. With CI=true a skip for any reason but a
-missing GPU makes the run fail: what CI does not run, nobody runs. Works with and without xdist: each worker sends what it
-left out home when it ends.
+missing GPU makes the run fail: what CI does not run, nobody runs. Works with and without xdist: each worker
+sends home what it left out when it ends.
 """
 
 from __future__ import annotations
@@ -43,7 +43,11 @@ class NotRun:
         worker_output = getattr(session.config, "workeroutput", None)
         if worker_output is not None:
             worker_output["not_run"] = {"skipped": self.skipped, "deselected": sorted(self.deselected)}
-        elif self.forbidden() and in_ci() and session.exitstatus in (pytest.ExitCode.OK, pytest.ExitCode.NO_TESTS_COLLECTED):
+        elif (
+            self.forbidden()
+            and in_ci()
+            and session.exitstatus in (pytest.ExitCode.OK, pytest.ExitCode.NO_TESTS_COLLECTED)
+        ):
             session.exitstatus = pytest.ExitCode.TESTS_FAILED
 
     @pytest.hookimpl(optionalhook=True)
