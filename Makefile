@@ -5,7 +5,7 @@ PY := .venv/bin/python
 ARGS ?=
 MINUTES ?= 10
 # Several test processes share the cores, so each of them computes on one thread.
-PYTEST := OMP_NUM_THREADS=1 $(PY) -m pytest -n auto --dist worksteal -rs --durations=10
+PYTEST := OMP_NUM_THREADS=1 $(PY) -m pytest -n auto --dist worksteal --durations=10
 
 .DEFAULT_GOAL := help
 .PHONY: help setup serve test full hunt bench check readme lock clean

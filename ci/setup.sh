@@ -59,8 +59,9 @@ install() {
     say "installing Lockstep and what it needs into .venv; this is done once. To be downloaded, unless pip has it already:"
     say "  torch            190 MB (CPU build), or about 3 GB (the CUDA build, which is what PyPI has for Linux on x86-64;"
     say "                   for the CPU build there, see 'Installing' in README.md)"
-    say "  all other        120 MB"
-    say "  default model     90 MB"
+    say "  default model     93 MB"
+    say "  all other         95 MB"
+    say "On disk: 1.4 GB with the CPU build of torch."
     rm -f .venv/.ready
     touch .venv/.installing
     status=0
