@@ -20,13 +20,10 @@ from __future__ import annotations
 import math
 
 import numpy as np
-import numpy.typing as npt
 
 from engine.compute.sampling_noise import STEP, U64, bits, exponential, gumbel
+from engine.compute.sampling_row import F32, I64
 from engine.request import SamplingParams
-
-F32 = npt.NDArray[np.float32]
-I64 = npt.NDArray[np.int64]
 
 MASS_BITS = 40  # weight of the likeliest token is 2**40; 2**22 tokens of it still fit into int64
 _MARGIN = 1.001

@@ -9,12 +9,15 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 import numpy as np
-import torch
+import numpy.typing as npt
 
 from engine.control.plan import Seat
 from engine.request import SamplingParams, SamplingSpec
 
-_FLOAT_MAX = float(np.finfo(np.float32).max)
+F32 = npt.NDArray[np.float32]
+I64 = npt.NDArray[np.int64]
+
+_FLOAT_MAX = np.finfo(np.float32).max
 
 
 class Penalties:
@@ -24,37 +27,37 @@ class Penalties:
     """
 
     def __init__(self, params: SamplingParams, tokens: Sequence[int], prompt_len: int) -> None:
-        self._repetition = params.repetition_penalty
-        self._frequency = params.frequency_penalty
-        self._presence = params.presence_penalty
-        self._slot: dict[int, int] = {}
-        self._ids = np.empty(64, dtype=np.int64)
-        self._counts = np.zeros(64, dtype=np.float32)
+        self._repetition = np.float32(params.repetition_penalty)
+        self._frequency = np.float32(params.frequency_penalty)
+        self._presence = np.float32(params.presence_penalty)
+        self._slots: dict[int, int] = {}
+        self._ids: I64 = np.empty(64, dtype=np.int64)
+        self._counts: F32 = np.zeros(64, dtype=np.float32)
         for token in tokens[:prompt_len]:
-            self._place(token)
+            self._slot(token)
         for token in tokens[prompt_len:]:
             self.append(token)
 
     def append(self, token: int) -> None:
         """Counts one generated token."""
-        slot = self._place(token)  # first, since it may replace the arrays
+        slot = self._slot(token)  # first, since it may replace the arrays
         self._counts[slot] += 1
 
-    def apply(self, logits: torch.Tensor) -> None:
-        """Penalises ``logits`` [vocab] fp32 in place: repetition by factor, then frequency and presence by amount."""
-        size = len(self._slot)
-        ids = torch.from_numpy(self._ids[:size]).to(logits.device)
+    def apply(self, logits: F32) -> None:
+        """Penalises ``logits`` [vocab] in place: repetition by factor (of prompt and generated tokens), then frequency
+        and presence by amount (of generated tokens)."""
+        size = len(self._slots)
+        ids, counts = self._ids[:size], self._counts[:size]
         values = logits[ids]
-        if self._repetition != 1.0:
-            values = torch.where(values > 0, values / self._repetition, values * self._repetition)
-        if self._frequency or self._presence:
-            counts = torch.from_numpy(self._counts[:size]).to(logits.device)
-            values = values - (self._frequency * counts + self._presence * (counts > 0))
+        with np.errstate(over="ignore", under="ignore"):
+            if self._repetition != 1:
+                values = np.where(values > 0, values / self._repetition, values * self._repetition)
+            values -= self._frequency * counts + self._presence * (counts > 0)
         # A tiny factor can overflow; the largest float still orders and subtracts without NaN.
-        logits[ids] = values.clamp(max=_FLOAT_MAX)
+        logits[ids] = np.minimum(values, _FLOAT_MAX)
 
-    def _place(self, token: int) -> int:
-        slot = self._slot.setdefault(token, len(self._slot))
+    def _slot(self, token: int) -> int:
+        slot = self._slots.setdefault(token, len(self._slots))
         if slot == len(self._ids):
             self._ids = np.concatenate([self._ids, np.empty_like(self._ids)])
             self._counts = np.concatenate([self._counts, np.zeros_like(self._counts)])
@@ -65,40 +68,32 @@ class Penalties:
 class RowState:
     """One request's sampling state. ``plain`` rows are greedy, adjust nothing and report nothing: argmax is all."""
 
-    def __init__(self, seat: Seat, vocab_size: int, device: torch.device) -> None:
+    def __init__(self, seat: Seat, vocab_size: int) -> None:
         spec = seat.sampling
         if not isinstance(spec, SamplingSpec):
             raise TypeError(f"the seat of request {seat.request} carries {type(spec).__name__}, not a SamplingSpec")
         self.params = params = spec.params
         self.seed = spec.seed
-        self.prompt_len = seat.prompt_len
-        masked = sorted({token for token in spec.masked if 0 <= token < vocab_size})
         # A mask that leaves no token at all cannot be obeyed.
-        self._masked = _index(masked, device) if len(masked) < vocab_size else None
-        self._bias_ids = _index(list(params.logit_bias), device)
-        self._bias = torch.tensor(list(params.logit_bias.values()), dtype=torch.float32, device=device)
+        masked = {token for token in spec.masked if 0 <= token < vocab_size}
+        self._masked = np.array(sorted(masked) if len(masked) < vocab_size else [], dtype=np.int64)
+        self._min_len = seat.prompt_len + params.min_tokens if len(self._masked) else 0
+        self._bias_ids = np.array(list(params.logit_bias), dtype=np.int64)
+        self._bias = np.array(list(params.logit_bias.values()), dtype=np.float32)
         penalised = params.repetition_penalty != 1.0 or params.frequency_penalty or params.presence_penalty
         self._penalties = Penalties(params, seat.tokens, seat.prompt_len) if penalised else None
-        self._min_len = seat.prompt_len + params.min_tokens if self._masked is not None else 0
-        self.plain = (
-            params.greedy
-            and params.logprobs is None
-            and not params.logits_digest
-            and self._min_len <= seat.prompt_len
-            and self._bias_ids is None
-            and self._penalties is None
-        )
+        reports = params.logprobs is not None or params.logits_digest
+        self.plain = params.greedy and not reports and not self.adjusts(seat.prompt_len)
 
     def adjusts(self, position: int) -> bool:
         """Whether the token at ``position`` is drawn from logits that differ from the model's."""
-        return position < self._min_len or self._bias_ids is not None or self._penalties is not None
+        return position < self._min_len or len(self._bias) > 0 or self._penalties is not None
 
-    def adjust(self, logits: torch.Tensor, position: int) -> None:
-        """min_tokens mask, logit bias and penalties, in this order, on ``logits`` [vocab] fp32 in place."""
+    def adjust(self, logits: F32, position: int) -> None:
+        """min_tokens mask, logit bias and penalties, in this order, on ``logits`` [vocab] in place."""
         if position < self._min_len:
-            logits[self._masked] = -torch.inf
-        if self._bias_ids is not None:
-            logits[self._bias_ids] += self._bias
+            logits[self._masked] = -np.inf
+        logits[self._bias_ids] += self._bias
         if self._penalties is not None:
             self._penalties.apply(logits)
 
@@ -106,7 +101,3 @@ class RowState:
         """Takes note of the token that was just sampled."""
         if self._penalties is not None:
             self._penalties.append(token)
-
-
-def _index(ids: Sequence[int], device: torch.device) -> torch.Tensor | None:
-    return torch.tensor(ids, dtype=torch.int64, device=device) if ids else None

@@ -3,8 +3,8 @@
 The law. Let ``P`` be the prompt and ``G`` the generated ids, both without *silent* ids (unknown to the tokenizer, or
 special ones that are skipped). What ``push`` and ``flush`` return, put together, is ``decode(P + G)`` without its
 first ``len(decode(P))`` characters. A leading space that a tokenizer strips only at the start of a text is therefore
-kept after a prompt. Two corners: a character that the prompt leaves unfinished belongs to the generated text (byte-level
-BPE), and a run of byte tokens at the end of a prompt is closed there (byte fallback).
+kept after a prompt. Two corners: a character that the prompt leaves unfinished belongs to the generated text
+(byte-level BPE), and a run of byte tokens at the end of a prompt is closed there (byte fallback).
 
 How. Decoders are local: what a token adds depends on the few tokens before it. So a short window of ids is decoded, and
 what it adds to the text of the window before is new. Two things need patience:
@@ -49,7 +49,7 @@ class Detokenizer:
         self._shown = len(text) - unfinished  # how much of the window's text has been returned or was the prompt's
 
     def push(self, token: int) -> str:
-        """The text that became certain with ``token``; any integer is accepted, ids without text give an empty string."""
+        """The text that became certain with ``token``. Any integer is accepted; ids without text give none."""
         piece = self._piece(token)
         if piece is None:
             return ""

@@ -15,7 +15,7 @@ from collections.abc import Sequence
 import attrs
 
 
-@attrs.define
+@attrs.define(eq=False, repr=False)
 class _Node:
     """A prefix of some stop string. ``match``: the longest stop string that the text ends with here."""
 
@@ -64,7 +64,7 @@ class StopStrings:
 
 
 def _next(node: _Node, char: str) -> _Node:
-    """The automaton's step: amortised one move, since each failure link shortens what the characters before built up."""
+    """The automaton's step; amortised one move, since a failure link undoes what earlier characters built up."""
     while True:
         child = node.children.get(char)
         if child is not None:

@@ -29,7 +29,9 @@ def byte_level() -> tokenizers.Tokenizer:
     backend = tokenizers.Tokenizer(models.BPE())
     backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     backend.decoder = decoders.ByteLevel()
-    trainer = trainers.BpeTrainer(vocab_size=330, initial_alphabet=pre_tokenizers.ByteLevel.alphabet())
+    trainer = trainers.BpeTrainer(
+        vocab_size=330, show_progress=False, initial_alphabet=pre_tokenizers.ByteLevel.alphabet()
+    )
     backend.train_from_iterator(CORPUS, trainer)
     return _special(backend)
 
@@ -54,7 +56,8 @@ def word_piece() -> tokenizers.Tokenizer:
     backend = tokenizers.Tokenizer(models.WordPiece(unk_token="[UNK]"))
     backend.pre_tokenizer = pre_tokenizers.BertPreTokenizer()
     backend.decoder = decoders.WordPiece()
-    backend.train_from_iterator(CORPUS, trainers.WordPieceTrainer(vocab_size=300, special_tokens=["[UNK]", "[SEP]"]))
+    trainer = trainers.WordPieceTrainer(vocab_size=300, special_tokens=["[UNK]", "[SEP]"], show_progress=False)
+    backend.train_from_iterator(CORPUS, trainer)
     return _special(backend)
 
 
@@ -72,7 +75,8 @@ def suffixed() -> tokenizers.Tokenizer:
     backend = tokenizers.Tokenizer(models.BPE(end_of_word_suffix="</w>"))
     backend.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
     backend.decoder = decoders.BPEDecoder()
-    backend.train_from_iterator(CORPUS, trainers.BpeTrainer(vocab_size=260, end_of_word_suffix="</w>"))
+    trainer = trainers.BpeTrainer(vocab_size=260, end_of_word_suffix="</w>", show_progress=False)
+    backend.train_from_iterator(CORPUS, trainer)
     return _special(backend)
 
 
