@@ -127,7 +127,8 @@ def write_shards(path: Path, tensors: dict[str, torch.Tensor], shards: int) -> N
     if shards == 1:
         save_file(tensors, path / "model.safetensors", metadata={"format": "pt"})
         return
-    names, weight_map = list(tensors), {}
+    names = list(tensors)
+    weight_map: dict[str, str] = {}
     for shard in range(shards):
         file = f"model-{shard + 1:05}-of-{shards:05}.safetensors"
         part = names[shard * len(names) // shards : (shard + 1) * len(names) // shards]
@@ -146,7 +147,8 @@ def interleave(tensor: torch.Tensor, heads: int) -> torch.Tensor:
 def rope_divisors(config: ModelConfig) -> np.ndarray[Any, np.dtype[np.float32]]:
     """What a GGUF stores for Llama 3's scaling: by how much each frequency is divided."""
     scaling = config.rope_scaling
-    assert scaling is not None and scaling.original_max_position_embeddings is not None
+    assert scaling is not None
+    assert scaling.original_max_position_embeddings is not None
     divisors = []
     for i in range(0, config.head_dim, 2):
         turns = scaling.original_max_position_embeddings / (2 * math.pi * config.rope_theta ** (i / config.head_dim))

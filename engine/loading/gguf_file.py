@@ -116,7 +116,7 @@ def load_gguf(path: Path) -> LoadedModel:
     Raises ``LoadError``."""
     header = read_header(path, _all_block_sizes())
     metadata, where = header.metadata, str(path)
-    if int(metadata.get("split.count", 1)) > 1:
+    if metadata.get("split.count", 1) not in (0, 1):
         raise LoadError(
             f"{where}: one part of {metadata['split.count']} of a split GGUF; merge the parts into one file"
         )

@@ -1,8 +1,8 @@
 """A tokenizer rebuilt from the ``tokenizer.ggml.*`` keys of a GGUF file.
 
 Two kinds are known. ``gpt2`` is byte-level BPE with explicit merges, split first by the rule that ``tokenizer.ggml.pre``
-names. ``llama`` is SentencePiece BPE: no merges, but a score per piece, and the best-scoring adjacent pair is joined
-first; every way to split a piece in two becomes a merge, ranked by the score of the whole, and the order is the same.
+names. ``llama`` is SentencePiece BPE: no merges, but a score per piece, and the adjacent pair with the best score is
+joined first. Every way to split a piece in two becomes a merge, ranked by the score of the whole: the same order.
 """
 
 from __future__ import annotations
@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+import numpy as np
 import tokenizers
 from tokenizers import AddedToken, Regex, decoders, models, normalizers, pre_tokenizers, processors
 
@@ -44,13 +45,12 @@ _END_OF_TURN = ("<|eot_id|>", "<|im_end|>", "<|end|>", "<end_of_turn>")
 
 def gguf_tokenizer(metadata: Mapping[str, Any], vocab_size: int, where: str) -> Tokenizer:
     """The tokenizer that ``metadata`` describes. Raises ``LoadError`` naming the key that is missing or unknown."""
-    tokens = _list(metadata, "tokens", where)
+    tokens = _strings(metadata, "tokens", where)
     if len(tokens) > vocab_size:
         raise LoadError(f"{where}: {len(tokens)} tokens, but the embedding has {vocab_size} rows")
-    types = metadata.get("tokenizer.ggml.token_type")
-    types = [1] * len(tokens) if types is None else [int(kind) for kind in types]
-    if len(types) != len(tokens):
-        raise LoadError(f"{where}: tokenizer.ggml.token_type has {len(types)} items for {len(tokens)} tokens")
+    types = [1] * len(tokens)
+    if "tokenizer.ggml.token_type" in metadata:
+        types = [int(kind) for kind in _numbers(metadata, "token_type", len(tokens), where)]
     kind = metadata.get("tokenizer.ggml.model")
     try:
         if kind == "gpt2":
@@ -85,7 +85,9 @@ def gguf_template(metadata: Mapping[str, Any], tokenizer: Tokenizer, where: str)
     tokens = {}
     for name, key in (("bos", "bos"), ("eos", "eos"), ("unk", "unknown"), ("pad", "padding")):
         token = metadata.get(f"tokenizer.ggml.{key}_token_id")
-        text = tokenizer.backend.id_to_token(int(token)) if token is not None else None
+        if not isinstance(token, int) or not 0 <= token < tokenizer.vocab_size:
+            continue
+        text = tokenizer.backend.id_to_token(token)
         if text is not None:
             tokens[f"{name}_token"] = text
     return ChatTemplate(sources, tokens, where=f"{where}: chat template")
@@ -95,11 +97,19 @@ def _is_template(key: str, prefix: str) -> bool:
     return key == prefix or key.startswith(prefix + ".")
 
 
-def _list(metadata: Mapping[str, Any], name: str, where: str) -> Sequence[Any]:
+def _strings(metadata: Mapping[str, Any], name: str, where: str) -> list[str]:
     value = metadata.get(f"tokenizer.ggml.{name}")
-    if value is None or isinstance(value, str) or not hasattr(value, "__len__"):
-        raise LoadError(f"{where}: tokenizer.ggml.{name} is missing or not a list")
-    return value  # type: ignore[no-any-return]
+    if not isinstance(value, list) or not all(isinstance(item, str) for item in value):
+        raise LoadError(f"{where}: tokenizer.ggml.{name} is missing or not a list of strings")
+    return value
+
+
+def _numbers(metadata: Mapping[str, Any], name: str, count: int, where: str) -> list[float]:
+    value = metadata.get(f"tokenizer.ggml.{name}")
+    if not isinstance(value, np.ndarray) or len(value) != count or not np.isfinite(value).all():
+        raise LoadError(f"{where}: tokenizer.ggml.{name} is missing or not a list of {count} numbers, one per token")
+    numbers: list[float] = value.tolist()
+    return numbers
 
 
 def _vocabulary(tokens: Sequence[str], types: Sequence[int], where: str) -> dict[str, int]:
@@ -122,7 +132,7 @@ def _byte_level(
         known = ", ".join(sorted({*_SPLITS, *_ALIASES}))
         raise LoadError(f"{where}: tokenizer.ggml.pre is {pre!r}, but must be one of {known}")
     merges = []
-    for i, line in enumerate(_list(metadata, "merges", where)):
+    for i, line in enumerate(_strings(metadata, "merges", where)):
         space = line.find(" ", 1)
         if space < 0:
             raise LoadError(f"{where}: merge {i} is {line!r}, without a space between its two halves")
@@ -141,9 +151,7 @@ def _byte_level(
 def _sentencepiece(
     metadata: Mapping[str, Any], tokens: Sequence[str], types: Sequence[int], where: str
 ) -> tokenizers.Tokenizer:
-    scores = [float(score) for score in _list(metadata, "scores", where)]
-    if len(scores) != len(tokens):
-        raise LoadError(f"{where}: tokenizer.ggml.scores has {len(scores)} items for {len(tokens)} tokens")
+    scores = _numbers(metadata, "scores", len(tokens), where)
     vocab = _vocabulary(tokens, types, where)
     mergeable = {token: i for token, i in vocab.items() if types[i] not in (_UNKNOWN, _CONTROL, _BYTE)}
     merges = []
@@ -175,7 +183,7 @@ def _special_id(metadata: Mapping[str, Any], name: str, tokens: Sequence[str], w
     value = metadata.get(f"tokenizer.ggml.{name}_token_id")
     if value is None:
         return None
-    if not isinstance(value, int) or not 0 <= value < len(tokens):
+    if not isinstance(value, int) or isinstance(value, bool) or not 0 <= value < len(tokens):
         raise LoadError(f"{where}: tokenizer.ggml.{name}_token_id is {value!r}, but must be in [0, {len(tokens)})")
     return value
 

@@ -24,7 +24,7 @@ class LoadError(Exception):
 
 @attrs.frozen
 class RopeScaling:
-    """``kind``: ``linear``, ``llama3`` or ``yarn``; factors as in Hugging Face's config.json. Other kinds are refused."""
+    """``kind``: ``linear``, ``llama3`` or ``yarn``, others are refused; factors as in Hugging Face's config.json."""
 
     kind: str
     factor: float = 1.0

@@ -1,9 +1,9 @@
 """Chat templates: the model file's own Jinja program, run in a sandbox, because a model file is not trusted code.
 
 The environment gives what Hugging Face templates expect (``raise_exception``, ``strftime_now``, ``tojson`` that does
-not escape, ``{% generation %}``, ``break`` and ``continue``) and takes away what they could abuse: attributes that begin
-with an underscore, changing a value of the caller, and unbounded work. Work is counted in operations, never in seconds,
-so that a template that renders once always renders.
+not escape, ``{% generation %}``, ``break`` and ``continue``) and takes away what they could abuse: attributes that
+begin with an underscore, changing a value of the caller, and unbounded work. Work is counted in operations, never in
+seconds, so that a template that renders once always renders.
 """
 
 from __future__ import annotations

@@ -8,6 +8,7 @@ the tokenizer, so two tokenizers are kept instead and neither is changed after i
 from __future__ import annotations
 
 import json
+import re
 import threading
 from collections.abc import Iterable, Sequence
 
@@ -24,6 +25,8 @@ def _byte_alphabet() -> dict[str, int]:
 BYTE_OF_CHAR = _byte_alphabet()
 CHAR_OF_BYTE = {byte: char for char, byte in BYTE_OF_CHAR.items()}
 _SPACE_MARK = "\u2581"  # SentencePiece's visible space
+_BYTE_TOKEN = re.compile("<0x([0-9A-F]{2})>")  # and its bytes that no piece covers
+_SHIELD = "\ufdd0"  # a code point that Unicode reserves for uses like this and forbids in text
 
 
 class Tokenizer:
@@ -54,6 +57,10 @@ class Tokenizer:
         self.vocab_size = known if vocab_size is None else vocab_size
         self.add_bos = bos_id is not None and backend.encode("").ids[:1] == [bos_id]
         self._byte_level = _decodes_bytes(backend)
+        special = [token for token in added.values() if token.special and token.content]
+        self._id_of_special = {token.content: i for i, token in added.items()}
+        self._special = _pattern(special)
+        self._spelling = _pattern(special, spelling_only=True)
         self._plain: tokenizers.Tokenizer | None = None
         self._lock = threading.Lock()
 
@@ -65,6 +72,30 @@ class Tokenizer:
             return list(backend.encode(text, add_special_tokens=add_special_tokens).ids)
         except (TypeError, UnicodeEncodeError) as error:
             raise ValueError(f"the text cannot be encoded as UTF-8: {error}") from None
+
+    def guard(self, text: str) -> str:
+        """``text`` of a user, marked so that ``encode_guarded`` reads no special token out of it. The marks survive a
+        chat template, whose own special tokens stay what they are."""
+        shielded = text.replace(_SHIELD, _SHIELD * 2)
+        if self._spelling is None:
+            return shielded
+        return self._spelling.sub(lambda found: found[0][:1] + _SHIELD + found[0][1:], shielded)
+
+    def encode_guarded(self, text: str) -> list[int]:
+        """Ids of a rendered chat, without BOS or EOS around it; equal to ``encode(text, add_special_tokens=False)``
+        where no guarded part spells a special token."""
+        ids: list[int] = []
+        at = 0
+        for found in self._special.finditer(text) if self._special is not None else ():
+            ids += self._encode_literal(text[at : found.start()])
+            ids.append(self._id_of_special[found[found.lastindex or 0]])
+            at = found.end()
+        return ids + self._encode_literal(text[at:])
+
+    def _encode_literal(self, text: str) -> list[int]:
+        if _SHIELD in text:
+            text = re.sub(f"{_SHIELD}({_SHIELD}?)", r"\1", text)
+        return self.encode(text, add_special_tokens=False, parse_special=False) if text else []
 
     def decode(self, ids: Sequence[int], *, skip_special_tokens: bool = True) -> str:
         """The text of ``ids``; bytes that are not UTF-8 become U+FFFD. Raises ``ValueError`` on an id outside
@@ -90,8 +121,9 @@ class Tokenizer:
                 return bytes(BYTE_OF_CHAR[char] for char in piece)
             except KeyError:
                 return piece.encode()
-        if len(piece) == 6 and piece.startswith("<0x") and piece.endswith(">"):
-            return bytes([int(piece[3:5], 16)])
+        byte = _BYTE_TOKEN.fullmatch(piece)
+        if byte is not None:
+            return bytes.fromhex(byte[1])
         return piece.replace(_SPACE_MARK, " ").encode()
 
     def token_text(self, token: int) -> str:
@@ -105,6 +137,17 @@ class Tokenizer:
                 plain.encode_special_tokens = True
                 self._plain = plain
             return self._plain
+
+
+def _pattern(tokens: Iterable[tokenizers.AddedToken], *, spelling_only: bool = False) -> re.Pattern[str] | None:
+    """Matches any of ``tokens``, the longest first, with the white space that a token's flags swallow (unless
+    ``spelling_only``); the group that matched is the token."""
+    choices = []
+    for token in sorted(tokens, key=lambda token: -len(token.content)):
+        before = r"\s*" if token.lstrip and not spelling_only else ""
+        after = r"\s*" if token.rstrip and not spelling_only else ""
+        choices.append(f"{before}({re.escape(token.content)}){after}")
+    return re.compile("|".join(choices)) if choices else None
 
 
 def _decodes_bytes(backend: tokenizers.Tokenizer) -> bool:
