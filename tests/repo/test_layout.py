@@ -148,7 +148,7 @@ def test_machine_trace_is_seen() -> None:
     ],
 )
 def test_what_is_imported_is_declared(package: str, extras: tuple[str, ...]) -> None:
-    tests_own = {path.stem for path in python_files() if path.relative_to(ROOT).parts[0] == "tests"}
+    tests_own = {canonical(path.stem) for path in python_files() if path.relative_to(ROOT).parts[0] == "tests"}
     # grimp comes with import-linter, whose contracts are written in its terms.
     undeclared = third_party(sources_of(package)) - requirements(*extras) - OPTIONAL - {"grimp"} - tests_own
     assert undeclared == set()

@@ -12,6 +12,7 @@ import pytest
 from packaging.requirements import Requirement
 
 from ci import lock
+from engine.loading import load
 
 ROOT = Path(__file__).parents[2]
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
@@ -98,3 +99,5 @@ def test_torch_and_the_model_are_pinned_as_tested() -> None:
     pins = pinned(LOCK)
     name, _, version = lock.MODEL.partition("==")
     assert (pins["torch"], pins[name]) == (lock.TORCH, version)
+    assert (load.DEFAULT_PACKAGE, load.DEFAULT_VERSION) == (name, version)
+    assert f"MODEL={name}\n" in (ROOT / "ci/setup.sh").read_text(encoding="utf-8")
