@@ -1,0 +1,71 @@
+"""The application: an engine behind a bridge, endpoints in front of it."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager
+
+from fastapi import FastAPI
+
+from engine import __version__
+from engine.engine import Engine
+from server import errors, generate_api, info_api, openai_api
+from server.asgi import FrontDoor
+from server.bridge import Bridge
+from server.context import Context
+from server.fields import FieldJudge
+from server.metrics import Metrics
+from server.prompts import Desk
+from server.settings import ServerSettings
+
+
+def create_app(engine: Engine, settings: ServerSettings | None = None) -> FastAPI:
+    """An application for an engine that exists. From its start-up to its shutdown, the app's own thread drives the engine.
+
+    ``app.state.context`` leads to the bridge and the metrics.
+    """
+    return create_lazy_app(lambda: engine, settings)
+
+
+def create_lazy_app(make: Callable[[], Engine], settings: ServerSettings | None = None) -> FastAPI:
+    """As ``create_app``, but ``make`` builds the engine after start-up, on its thread; until then requests get a 503."""
+    settings = settings or ServerSettings()
+    metrics = Metrics(settings.metrics_prefix)
+
+    def make_and_measure() -> Engine:
+        engine = make()
+        metrics.model_name = (*settings.served_model_name, engine.model.name)[0]
+        metrics.start(engine)
+        return engine
+
+    context = Context(
+        settings=settings,
+        bridge=Bridge(make_and_measure, sinks=[metrics]),
+        metrics=metrics,
+        desk=Desk(),
+        judge=FieldJudge(),
+        started=time.time(),
+    )
+
+    @asynccontextmanager
+    async def lifespan(app: FastAPI) -> AsyncIterator[None]:
+        context.bridge.start()
+        yield
+        await context.bridge.drain(0.0)
+        await context.bridge.stop()
+        context.desk.close()
+
+    app = FastAPI(
+        title="Lockstep",
+        version=__version__,
+        lifespan=lifespan,
+        openapi_url=None,  # served by info_api; and without it no pages that load scripts from a foreign host
+        telemetry={"tracing": False},
+    )
+    app.state.context = context
+    errors.install(app)
+    for router in (openai_api.router, generate_api.router, info_api.router, info_api.json_router):
+        app.include_router(router)
+    app.add_middleware(FrontDoor, settings=settings)
+    return app

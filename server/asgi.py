@@ -1,0 +1,135 @@
+"""The front door in plain ASGI, outside FastAPI: request id, key, body size, access log.
+
+Plain ASGI, because a middleware that wraps requests and responses in tasks of its own hides the client's leaving from the
+handler and costs a copy per event. The whole body is read here, so that its size is judged by the bytes that really came.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import hmac
+import re
+import time
+import uuid
+
+import structlog
+from starlette.datastructures import Headers, MutableHeaders
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+from server.errors import ApiError
+from server.settings import ServerSettings
+
+OPEN_PATHS = frozenset({"/health", "/ready", "/version"})  # answered without a key
+_QUIET_PATHS = OPEN_PATHS | {"/metrics"}  # probes: logged at debug only
+_ID = re.compile(r"[A-Za-z0-9._:-]{1,128}")
+
+log = structlog.get_logger("lockstep.http")
+
+
+class _ClientGone(Exception):
+    """The client left while it was still sending the body."""
+
+
+class FrontDoor:
+    """Wraps the application. Anything that is not HTTP (the lifespan) passes through."""
+
+    def __init__(self, app: ASGIApp, settings: ServerSettings) -> None:
+        self.app = app
+        self.max_body_bytes = settings.max_body_bytes
+        self._keys = [hashlib.sha256(key.encode()).digest() for key in settings.api_keys]
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] != "http":
+            await self.app(scope, receive, send)
+            return
+        headers = Headers(scope=scope)
+        request_id = clean_id(headers.get("x-request-id"))
+        started = time.perf_counter()
+        status = 0
+
+        async def tagged(message: Message) -> None:
+            nonlocal status
+            if message["type"] == "http.response.start":
+                status = message["status"]
+                MutableHeaders(scope=message)["X-Request-Id"] = request_id
+            await send(message)
+
+        scope.setdefault("state", {})["request_id"] = request_id
+        with structlog.contextvars.bound_contextvars(request_id=request_id):
+            try:
+                await self._answer(scope, headers, receive, tagged)
+            except _ClientGone:
+                status = 499
+            finally:
+                write = log.debug if scope["path"] in _QUIET_PATHS else log.info
+                write(
+                    "request",
+                    method=scope["method"],
+                    path=scope["path"][:200],
+                    status=status or 499,  # nothing was sent: the client was gone
+                    seconds=round(time.perf_counter() - started, 4),
+                )
+
+    async def _answer(self, scope: Scope, headers: Headers, receive: Receive, send: Send) -> None:
+        try:
+            self._check_key(scope, headers)
+            body = await self._read(headers, receive)
+        except ApiError as error:
+            await error.response()(scope, receive, send)
+            return
+        replayed = False
+
+        async def again() -> Message:
+            nonlocal replayed
+            if replayed:
+                return await receive()
+            replayed = True
+            return {"type": "http.request", "body": body, "more_body": False}
+
+        await self.app(scope, again, send)
+
+    def _check_key(self, scope: Scope, headers: Headers) -> None:
+        if not self._keys or scope["path"] in OPEN_PATHS:
+            return
+        scheme, _, key = headers.get("authorization", "").partition(" ")
+        given = hashlib.sha256(key.strip().encode("utf-8", "surrogateescape")).digest()
+        known = [hmac.compare_digest(given, digest) for digest in self._keys]  # all of them, in constant time
+        if scheme.lower() != "bearer" or not any(known):
+            raise ApiError(
+                401,
+                "a valid key is needed, as in 'Authorization: Bearer KEY'",
+                code="invalid_api_key",
+                headers={"WWW-Authenticate": "Bearer"},
+            )
+
+    async def _read(self, headers: Headers, receive: Receive) -> bytes:
+        """The body. Refused by its announced length first, then by the bytes that arrive."""
+        announced = headers.get("content-length", "")
+        if announced.isdecimal() and len(announced) < 20 and int(announced) > self.max_body_bytes:
+            raise self._too_large(f"{int(announced)} bytes")
+        parts: list[bytes] = []
+        size = 0
+        more = True
+        while more:
+            message = await receive()
+            if message["type"] == "http.disconnect":
+                raise _ClientGone
+            parts.append(message.get("body", b""))
+            size += len(parts[-1])
+            if size > self.max_body_bytes:
+                raise self._too_large(f"more than {self.max_body_bytes} bytes")
+            more = message.get("more_body", False)
+        return b"".join(parts)
+
+    def _too_large(self, size: str) -> ApiError:
+        return ApiError(
+            413,
+            f"the body has {size}, but at most {self.max_body_bytes} are allowed",
+            code="body_too_large",
+            headers={"Connection": "close"},
+        )
+
+
+def clean_id(given: str | None) -> str:
+    """The client's request id if it is harmless, else a new one. It labels logs and headers; the engine never sees it."""
+    return given if given is not None and _ID.fullmatch(given) else uuid.uuid4().hex

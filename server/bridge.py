@@ -1,0 +1,368 @@
+"""Between asyncio and the engine: one thread owns the engine, two queues connect it with the event loop.
+
+    event loop --commands (SimpleQueue)--> engine thread: commands, then one step, and again
+    event loop <--one call_soon_threadsafe per batch-- engine thread
+
+The engine thread sleeps in the queue's ``get`` while there is nothing to do, so an idle server uses no CPU. What a step
+made crosses to the event loop in one batch, whatever the number of requests. Commands are applied in the order in which
+they were sent, so an abort that follows its submit always finds it.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import queue
+import threading
+import time
+from collections.abc import Callable, Sequence
+from enum import StrEnum
+from functools import partial
+from typing import TYPE_CHECKING, Any, Protocol
+
+import attrs
+import structlog
+
+from engine.control.plan import Sampled
+from engine.control.record import Finished, StepRecord
+from engine.request import InvalidRequest, SamplingParams
+from server.errors import ApiError
+from server.live import Choice, Generation
+
+if TYPE_CHECKING:
+    from engine.engine import Engine
+
+log = structlog.get_logger("lockstep.engine")
+
+
+class Phase(StrEnum):
+    LOADING = "loading"
+    READY = "ready"
+    DRAINING = "draining"
+    STOPPED = "stopped"
+    FAILED = "failed"  # the engine could not be made
+    DEAD = "dead"  # the engine's own loop raised
+
+
+_REFUSALS = {
+    Phase.LOADING: ("the model is still loading", "loading"),
+    Phase.DRAINING: ("the server is shutting down", "server_shutdown"),
+    Phase.STOPPED: ("the server is shutting down", "server_shutdown"),
+    Phase.FAILED: ("the engine could not be started", "engine_dead"),
+    Phase.DEAD: ("the engine has stopped after an error", "engine_dead"),
+}
+
+
+@attrs.define
+class StepTimes:
+    """What the clock saw of one step, for metrics. Seconds; one entry per token or request."""
+
+    first_tokens: list[float] = attrs.field(factory=list)
+    between_tokens: list[float] = attrs.field(factory=list)
+    ends: list[float] = attrs.field(factory=list)
+    prompt_tokens: int = 0
+
+
+class Sink(Protocol):
+    """Told of every step on the engine thread. What it raises is logged and goes no further."""
+
+    def step(self, engine: Engine, record: StepRecord, times: StepTimes) -> None: ...
+
+
+class Bridge:
+    """``make`` builds the engine on the engine thread; ``bind`` and ``start`` are called on the event loop.
+
+    A test may leave out ``start`` and call ``turn`` itself: then the test is the engine thread, and the schedule is its.
+    """
+
+    def __init__(self, make: Callable[[], Engine], *, sinks: Sequence[Sink] = ()) -> None:
+        self._make = make
+        self._sinks = tuple(sinks)
+        self._broken_sinks: set[int] = set()
+        self._engine: Engine | None = None
+        self.phase = Phase.LOADING
+        self.failure: Exception | None = None  # why FAILED or DEAD
+        self.step_began: float | None = None  # monotonic; None between steps
+
+        self._commands: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
+        self._live: dict[int, tuple[Generation, Choice]] = {}  # engine thread only
+        self._lock = threading.Lock()
+        self._outbox: list[Callable[[], None]] = []
+        self._scheduled = False
+
+        self._loop: asyncio.AbstractEventLoop | None = None
+        self._thread: threading.Thread | None = None
+        self._open: set[Generation] = set()  # event loop only
+        self._changed: asyncio.Event | None = None
+
+    # On the event loop ---------------------------------------------------------------------------------------------
+
+    def bind(self, loop: asyncio.AbstractEventLoop) -> None:
+        """The loop to which everything is delivered."""
+        self._loop = loop
+        self._changed = asyncio.Event()
+
+    def start(self) -> None:
+        self.bind(asyncio.get_running_loop())
+        self._thread = threading.Thread(target=self._run, name="engine", daemon=True)
+        self._thread.start()
+
+    @property
+    def engine(self) -> Engine:
+        """Raises a 503 while there is none. From the event loop, only what never changes may be read."""
+        if self._engine is None:
+            raise self.refusal() or ApiError(503, "the engine has stopped", code="engine_dead")
+        return self._engine
+
+    def refusal(self) -> ApiError | None:
+        """Why no request is taken now."""
+        if self.phase is Phase.READY:
+            return None
+        message, code = _REFUSALS[self.phase]
+        return ApiError(503, message, code=code)
+
+    async def submit(
+        self, prompts: Sequence[tuple[int, ...]], params: SamplingParams, choices: Sequence[Choice], priority: int = 0
+    ) -> Generation:
+        """Queues every choice or none. Raises ``ApiError`` 503 and the door's ``InvalidRequest``. Must be ``close``d."""
+        if (refusal := self.refusal()) is not None:
+            raise refusal
+        generation = Generation(prompts, params, choices, priority=priority, arrived=time.monotonic())
+        self._open.add(generation)
+        self._commands.put(partial(self._submit, generation))
+        try:
+            await generation.settled
+        except BaseException:
+            self.close(generation)
+            raise
+        return generation
+
+    def close(self, generation: Generation) -> None:
+        """The client has its answer, or is gone: what still runs is aborted. Never waits; a second call does nothing."""
+        if generation.closed:
+            return
+        generation.closed = True
+        self._open.discard(generation)
+        self._wake()
+        if not generation.ended:
+            self._commands.put(partial(self._abort, generation))
+
+    async def drain(self, timeout: float) -> None:
+        """Refuses new requests, lets open ones finish for ``timeout`` seconds, then ends the rest with an error."""
+        if self.phase is Phase.READY:
+            self.phase = Phase.DRAINING
+        self._wake()
+        if not await self._until_closed(timeout):
+            log.warning("requests are ended before they finished", open=len(self._open))
+            self._commands.put(self._abort_all)
+            await self._until_closed(5.0)
+
+    async def stop(self) -> None:
+        """Ends the engine thread after the step that runs now. Open generations get an error."""
+        if self.phase not in (Phase.FAILED, Phase.DEAD):
+            self.phase = Phase.STOPPED
+        error = self.refusal()
+        assert error is not None
+        for generation in tuple(self._open):
+            generation.fail(error)
+        self._wake()
+        self._commands.put(None)
+        if self._thread is not None and self.phase is not Phase.FAILED:
+            await asyncio.to_thread(self._thread.join, 10.0)
+
+    async def wait_phase(self, *phases: Phase) -> Phase:
+        """Returns when the phase is one of ``phases``."""
+        while self.phase not in phases:
+            assert self._changed is not None
+            await self._changed.wait()
+        return self.phase
+
+    async def _until_closed(self, timeout: float) -> bool:
+        deadline = time.monotonic() + timeout
+        while self._open and (left := deadline - time.monotonic()) > 0:
+            assert self._changed is not None
+            try:
+                await asyncio.wait_for(self._changed.wait(), left)
+            except TimeoutError:
+                break
+        return not self._open
+
+    def _wake(self) -> None:
+        """Lets every waiter for a phase or for the last close look again."""
+        if self._changed is not None:
+            self._changed.set()
+            self._changed = asyncio.Event()
+
+    # On the engine thread ------------------------------------------------------------------------------------------
+
+    def _run(self) -> None:
+        try:
+            self._engine = self._make()
+        except Exception as error:  # noqa: BLE001 - told to whoever started us
+            self.failure = error
+            self._end(Phase.FAILED)
+            return
+        if self.phase is Phase.LOADING:  # a drain may have come while loading
+            self.phase = Phase.READY
+        self._deliver(self._wake)
+        try:
+            while self.turn(wait=True):
+                pass
+        except Exception as error:
+            self.failure = error
+            log.critical("the engine loop failed", exc_info=error)
+            self._end(Phase.DEAD)
+
+    def adopt(self) -> None:
+        """Makes the engine on the calling thread, for a test that is the engine thread."""
+        self._engine = self._make()
+        self.phase = Phase.READY
+
+    def turn(self, *, wait: bool = False) -> bool:
+        """Applies every command sent so far, then runs one iteration if there is work. False after ``stop``."""
+        engine = self._engine
+        assert engine is not None
+        try:
+            while True:
+                command = self._commands.get(block=wait and not engine.has_work)
+                if command is None:
+                    return False
+                command()
+        except queue.Empty:
+            pass
+        if engine.has_work:
+            self.step_began = time.monotonic()
+            record = engine.step()
+            self.step_began = None
+            if record.error is not None:
+                log.error("a step failed", iteration=record.iteration, error=record.error, ended=len(record.finished))
+            self._publish(engine, record)
+        return True
+
+    def _submit(self, generation: Generation) -> None:
+        engine = self._engine
+        assert engine is not None
+        accepted: list[int] = []
+        seeds: list[int] = []
+        n = generation.params.n
+        try:
+            for prompt in generation.prompts:
+                engine.check(prompt, generation.params)
+            for index, prompt in enumerate(generation.prompts):
+                choices = generation.choices[index * n : (index + 1) * n]
+                texts = [choice.text for choice in choices] if generation.params.stop else ()
+                submitted = engine.submit(prompt, generation.params, priority=generation.priority, texts=texts)
+                accepted += submitted.requests
+                seeds += submitted.seeds
+        except InvalidRequest as error:
+            for request in accepted:  # all or none
+                engine.abort(request)
+            self._deliver(partial(generation.refuse, error))
+            return
+        for choice, request in zip(generation.choices, accepted, strict=True):
+            choice.request = request
+            choice.arrived = generation.arrived
+            self._live[request] = (generation, choice)
+        self._deliver(partial(generation.accept, seeds))
+
+    def _abort(self, generation: Generation) -> None:
+        assert self._engine is not None
+        for choice in generation.choices:
+            if choice.request is not None and self._live.pop(choice.request, None) is not None:
+                self._engine.abort(choice.request)
+
+    def _abort_all(self) -> None:
+        assert self._engine is not None
+        for request in self._live:
+            self._engine.abort(request)
+
+    def _publish(self, engine: Engine, record: StepRecord) -> None:
+        now = time.monotonic()
+        times = StepTimes()
+        batch: list[Callable[[], None]] = []
+        ends = {end.request: end for end in (*record.aborted, *record.finished)}
+        for request, sampled in record.sampled:
+            if (live := self._live.get(request)) is not None:
+                self._clock(live[1], len(live[0].prompts[live[1].prompt]), now, times)
+                batch.append(self._news(live, sampled, ends.pop(request, None), now, times))
+        for request, end in ends.items():  # ended without a token: aborted, or the step failed
+            if (live := self._live.get(request)) is not None:
+                batch.append(self._news(live, None, end, now, times))
+        if batch:
+            self._deliver(*batch)
+        for sink in self._sinks:
+            try:
+                sink.step(engine, record, times)
+            except Exception as error:
+                if id(sink) not in self._broken_sinks:
+                    self._broken_sinks.add(id(sink))
+                    log.error("a metrics sink failed; said once", exc_info=error)
+
+    def _news(
+        self,
+        live: tuple[Generation, Choice],
+        sampled: Sampled | None,
+        end: Finished | None,
+        now: float,
+        times: StepTimes,
+    ) -> Callable[[], None]:
+        generation, choice = live
+        if end is not None:
+            del self._live[end.request]
+            if end.reason in ("stop", "length"):
+                times.ends.append(now - choice.arrived)
+        piece = ""
+        if choice.stops_in_commit:
+            try:
+                if end is not None:
+                    choice.text.finish()
+                piece = choice.text.take()
+            except Exception as error:
+                log.error("text failed", exc_info=error)
+                end = Finished(-1, "error")
+                if choice.request is not None and self._live.pop(choice.request, None) is not None:
+                    assert self._engine is not None
+                    self._engine.abort(choice.request)
+        return partial(generation.arrive, choice, sampled, piece, end)
+
+    @staticmethod
+    def _clock(choice: Choice, prompt_tokens: int, now: float, times: StepTimes) -> None:
+        if choice.last_token is None:
+            times.first_tokens.append(now - choice.arrived)
+            times.prompt_tokens += prompt_tokens
+        else:
+            times.between_tokens.append(now - choice.last_token)
+        choice.last_token = now
+
+    def _end(self, phase: Phase) -> None:
+        """The thread is about to end by an error. The phase comes first: whoever submits later sees it."""
+        self.phase = phase
+        self.step_began = None
+        error = self.refusal()
+        assert error is not None
+
+        def tell() -> None:
+            for generation in tuple(self._open):
+                generation.fail(error)
+            self._wake()
+
+        self._deliver(tell)
+
+    def _deliver(self, *calls: Callable[[], Any]) -> None:
+        """Runs ``calls`` on the event loop, in order; those of a busy moment in one go."""
+        assert self._loop is not None
+        with self._lock:
+            self._outbox += calls
+            if self._scheduled:
+                return
+            self._scheduled = True
+        try:
+            self._loop.call_soon_threadsafe(self._flush)
+        except RuntimeError:  # the loop is closed: nobody is left to be told
+            log.debug("the event loop is gone")
+
+    def _flush(self) -> None:
+        with self._lock:
+            calls, self._outbox = self._outbox, []
+            self._scheduled = False
+        for call in calls:
+            call()

@@ -1,0 +1,108 @@
+"""What every endpoint needs, handed to it in one value, and the way from a read request to a sent answer."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Callable, Mapping, Sequence
+
+import attrs
+from fastapi import Request
+from starlette.types import Send
+
+from engine import __version__
+from engine.engine import Engine
+from engine.loading.model import LoadedModel
+from engine.request import InvalidRequest, SamplingParams
+from server.answer import Shape, reply
+from server.bridge import Bridge
+from server.errors import ApiError, brief, of_invalid
+from server.fields import FieldJudge
+from server.live import Generation
+from server.metrics import Metrics
+from server.prompts import Desk, Prompt, make_choices
+from server.settings import ServerSettings
+
+
+@attrs.define
+class Context:
+    settings: ServerSettings
+    bridge: Bridge
+    metrics: Metrics
+    desk: Desk
+    judge: FieldJudge
+    started: float  # seconds since the epoch
+
+    @property
+    def model(self) -> LoadedModel:
+        return self.bridge.engine.model
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """The names under which the model is served; the first one is told where nobody asked by name."""
+        return self.settings.served_model_name or (self.model.name,)
+
+    def model_name(self, asked: str | None) -> str:
+        """Raises a 404 for a model that is not served. No name at all means the one there is."""
+        if asked is None:
+            return self.names[0]
+        if asked not in self.names:
+            served = ", ".join(repr(name) for name in self.names)
+            raise ApiError(
+                404, f"model is {brief(asked)}, but only {served} is served", code="model_not_found", param="model"
+            )
+        return asked
+
+    def fingerprint(self) -> str:
+        """Changes whenever the same seed might give other bytes: with version, model, device or compute path."""
+        facts = repr((__version__, self.model.name, self.model.weight_types, self.bridge.engine.capacity()))
+        return f"fp_{hashlib.sha256(facts.encode()).hexdigest()[:12]}"
+
+    async def answer(
+        self,
+        send: Send,
+        prompts: Sequence[Prompt],
+        params: SamplingParams,
+        shape: Callable[[Generation], Shape],
+        *,
+        stream: bool,
+        priority: int = 0,
+        names: Mapping[str, str] | None = None,
+    ) -> None:
+        """Submits, sends, and leaves nothing behind, however it ends. ``names``: see ``of_invalid``."""
+        engine = self.bridge.engine
+        total = len(prompts) * params.n
+        if total > engine.limits.max_waiting:
+            raise ApiError(
+                400,
+                f"{len(prompts)} prompts with n = {params.n} are {total} answers, but at most "
+                f"{engine.limits.max_waiting} fit into the queue",
+                code="invalid_value",
+                param="n",
+            )
+        _check_before_queue(engine, prompts, params, names)
+        choices = await self.desk.run(make_choices, prompts, params, engine.model)
+        try:
+            generation = await self.bridge.submit([p.ids for p in prompts], params, choices, priority)
+        except InvalidRequest as error:
+            raise of_invalid(error, names) from None
+        try:
+            await reply(send, shape(generation), generation, stream=stream, ping_interval=self.settings.ping_interval)
+        finally:
+            self.bridge.close(generation)
+
+
+def _check_before_queue(
+    engine: Engine, prompts: Sequence[Prompt], params: SamplingParams, names: Mapping[str, str] | None
+) -> None:
+    """What can never be served is refused here, before texts are made for it; reads only what never changes."""
+    for prompt in prompts:
+        try:
+            engine.check(prompt.ids, params)
+        except InvalidRequest as error:
+            raise of_invalid(error, names) from None
+
+
+def context_of(request: Request) -> Context:
+    context = request.app.state.context
+    assert isinstance(context, Context)
+    return context

@@ -1,0 +1,186 @@
+"""Every refusal and failure as OpenAI's error object, bounded in size, with a status that says whose fault it is.
+
+    {"error": {"message": ..., "type": ..., "param": ..., "code": ...}}
+
+One body can hold thousands of wrong values, so what is repeated from it has a limit: entries, characters of input, and
+characters of the whole message.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import structlog
+from fastapi import FastAPI, Request
+from fastapi.exceptions import RequestValidationError
+from fastapi.responses import Response
+from starlette.exceptions import HTTPException
+
+from engine.request import InvalidRequest
+from server.strict_json import dumps
+
+MAX_ENTRIES = 10
+MAX_INPUT = 200
+MAX_MESSAGE = 2000
+RETRY_AFTER = "1"
+
+_TYPE_OF_STATUS = {
+    400: "invalid_request_error",
+    401: "authentication_error",
+    404: "invalid_request_error",
+    405: "invalid_request_error",
+    413: "invalid_request_error",
+    415: "invalid_request_error",
+    429: "rate_limit_error",
+    500: "server_error",
+    503: "service_unavailable_error",
+}
+_CODE_OF_STATUS = {404: "not_found", 405: "method_not_allowed"}
+_CODE_OF_REASON = {"max_model_len": "context_length_exceeded"}
+
+log = structlog.get_logger("lockstep.errors")
+
+
+class ApiError(HTTPException):
+    """A response with OpenAI's error object. ``code`` is a stable word for programs, ``param`` the field to blame."""
+
+    def __init__(
+        self,
+        status: int,
+        message: str,
+        *,
+        code: str | None = None,
+        param: str | None = None,
+        headers: Mapping[str, str] | None = None,
+    ) -> None:
+        if status in (429, 503):
+            headers = {"Retry-After": RETRY_AFTER, **(headers or {})}
+        super().__init__(status, detail=message, headers=dict(headers or {}))
+        self.message = shorten(message, MAX_MESSAGE)
+        self.code = code
+        self.param = param
+
+    def body(self) -> dict[str, Any]:
+        """The error object, also used as an event after the first byte of a stream."""
+        kind = _TYPE_OF_STATUS.get(
+            self.status_code, "invalid_request_error" if self.status_code < 500 else "server_error"
+        )
+        return {"error": {"message": self.message, "type": kind, "param": self.param, "code": self.code}}
+
+    def response(self) -> Response:
+        return Response(
+            dumps(self.body()), status_code=self.status_code, media_type="application/json", headers=self.headers
+        )
+
+
+def shorten(text: str, limit: int) -> str:
+    return text if len(text) <= limit else f"{text[: limit - 3]}..."
+
+
+def of_invalid(error: InvalidRequest, names: Mapping[str, str] | None = None) -> ApiError:
+    """The engine's refusal as a response. ``names`` maps the engine's field names to those of the endpoint."""
+    if error.code == "queue_full":
+        return ApiError(429, f"{error}; try again later", code="queue_full")
+    param = (names or {}).get(error.param, error.param) or None
+    return ApiError(400, str(error), code=_CODE_OF_REASON.get(error.code, error.code), param=param)
+
+
+def of_exception(error: Exception, names: Mapping[str, str] | None = None) -> ApiError:
+    """Any exception as a response; what was not foreseen is logged and says nothing about the inside."""
+    if isinstance(error, ApiError):
+        return error
+    if isinstance(error, InvalidRequest):
+        return of_invalid(error, names)
+    log.error("unexpected error", exc_info=error)
+    return ApiError(500, "the server failed on this request", code="internal_error")
+
+
+def of_validation(errors: Sequence[Any]) -> ApiError:
+    """pydantic's findings in one message. Branches of a union on the same field are one finding."""
+    lines: dict[str, str] = {}
+    first: str | None = None
+    for entry in errors:
+        field = _field(entry.get("loc", ()))
+        first = first or field
+        if field in lines:
+            continue
+        if len(lines) == MAX_ENTRIES:
+            lines[""] = "and more"
+            break
+        lines[field] = _line(field, entry)
+    return ApiError(
+        400, "; ".join(lines.values()) or "the body is not valid", code="invalid_value", param=first or None
+    )
+
+
+def _field(loc: Sequence[Any]) -> str:
+    """``("body", "messages", 0, "content", "list[...]", 1)`` as ``messages[0].content``: names and indices until a union
+    branch or validator name shows up."""
+    path = ""
+    for part in loc[1:] if loc and loc[0] == "body" else loc:
+        if isinstance(part, int):
+            if path:
+                path += f"[{part}]"
+        elif (
+            isinstance(part, str) and part.isidentifier() and part not in ("str", "int", "float", "bool", "constrained")
+        ):
+            path += f".{part}" if path else part
+        else:
+            break
+    return shorten(path, MAX_INPUT)
+
+
+def _line(field: str, entry: Mapping[str, Any]) -> str:
+    kind = entry.get("type")
+    if kind == "json_invalid":
+        why = (entry.get("ctx") or {}).get("error", "")
+        return f"the body is not valid JSON{f': {why}' if why else ''}"
+    if not field:
+        return "the body must be a JSON object"
+    message = str(entry.get("msg", "is not valid")).removeprefix("Value error, ")
+    if kind == "missing":
+        return f"{field} is required"
+    if kind == "value_error":
+        return f"{field}: {shorten(message, 2 * MAX_INPUT)}"
+    return f"{field}: {shorten(message, 2 * MAX_INPUT)}, got {brief(entry.get('input'))}"
+
+
+def brief(value: Any) -> str:
+    """A value for a message: short, whatever it was. Does not render a large value first."""
+    if isinstance(value, str):
+        return repr(value) if len(value) <= MAX_INPUT else f"{value[:40]!r}... ({len(value)} characters)"
+    if isinstance(value, (list, dict)):
+        return f"{'a list' if isinstance(value, list) else 'an object'} of {len(value)} entries"
+    if isinstance(value, int) and not isinstance(value, bool) and abs(value) >= 10**30:
+        return "an integer of more than 30 digits"
+    return shorten(repr(value), MAX_INPUT)
+
+
+def install(app: FastAPI) -> None:
+    """Makes every error of the app, also those of the router, an error object."""
+
+    async def on_validation(request: Request, error: Exception) -> Response:
+        assert isinstance(error, RequestValidationError)
+        return of_validation(error.errors()).response()
+
+    async def on_http(request: Request, error: Exception) -> Response:
+        assert isinstance(error, HTTPException)
+        if isinstance(error, ApiError):
+            return error.response()
+        status = error.status_code
+        message = str(error.detail)
+        if status == 404:
+            message = f"there is no {shorten(request.url.path, MAX_INPUT)}"
+        elif status == 405:
+            message = f"{request.method} is not allowed on {shorten(request.url.path, MAX_INPUT)}"
+        headers = dict(error.headers or {})
+        return ApiError(status, message, code=_CODE_OF_STATUS.get(status), headers=headers).response()
+
+    async def on_invalid(request: Request, error: Exception) -> Response:
+        assert isinstance(error, Exception)
+        return of_exception(error).response()
+
+    app.add_exception_handler(RequestValidationError, on_validation)
+    app.add_exception_handler(HTTPException, on_http)
+    app.add_exception_handler(InvalidRequest, on_invalid)

@@ -1,0 +1,67 @@
+"""POST /generate, in SGLang's shape."""
+
+from __future__ import annotations
+
+from functools import partial
+
+from fastapi import APIRouter, Request
+from fastapi.responses import Response
+from starlette.types import Send
+
+from server.answer import Answer
+from server.context import Context, context_of
+from server.documents import STREAMED
+from server.errors import ApiError
+from server.generate_shape import GenerateShape
+from server.logprobs import Namer
+from server.params import of_generate
+from server.prompts import read_prompts
+from server.schemas import GenerateBody
+from server.strict_json import JsonRoute
+
+router = APIRouter(route_class=JsonRoute, tags=["native"])
+
+
+@router.post("/generate", responses=STREAMED, response_class=Response)
+async def generate(body: GenerateBody, request: Request) -> Response:
+    """Continues text or token ids and reports what the engine did for it."""
+    context = context_of(request)
+    model = context.model_name(body.model)
+    _judge(context, body)
+    params = of_generate(body)
+    field = "text" if body.text is not None else "input_ids"
+    given = body.text if body.text is not None else body.input_ids
+    if (body.text is None) == (body.input_ids is None):
+        raise ApiError(400, "exactly one of text and input_ids is needed", code="invalid_value", param="text")
+
+    async def work(send: Send) -> None:
+        engine = context.bridge.engine
+        prompts = await context.desk.run(read_prompts, given, field, engine.model, engine.limits.max_model_len, True)
+        batch = isinstance(given, list) and type(given[0]) is not int
+        shape = partial(
+            GenerateShape,
+            model=model,
+            namer=Namer(engine.model.tokenizer),
+            rid=body.rid,
+            many=batch or params.n > 1,
+            with_logprobs=params.logprobs is not None,
+            with_digests=params.logits_digest,
+        )
+        await context.answer(
+            send,
+            prompts,
+            params,
+            shape,
+            stream=bool(body.stream),
+            priority=body.priority or 0,
+            names={"prompt": field, "max_tokens": "sampling_params.max_new_tokens", "stop": "sampling_params.stop"},
+        )
+
+    return Answer(work)
+
+
+def _judge(context: Context, body: GenerateBody) -> None:
+    given = body.sampling_params
+    if given is not None:
+        context.judge.judge(given.model_extra, n=given.n or 1, prefix="sampling_params.")
+    context.judge.judge(body.model_extra)

@@ -1,0 +1,205 @@
+"""What can be asked about the server: models, health, readiness, version, settings, metrics, and its tokenizer."""
+
+from __future__ import annotations
+
+import time
+from typing import Any
+
+from fastapi import APIRouter, Request
+from fastapi.responses import Response
+from prometheus_client import CONTENT_TYPE_LATEST
+
+from engine import __version__
+from engine.loading.model import LoadedModel
+from server.bridge import Phase
+from server.context import Context, context_of
+from server.documents import ERRORS
+from server.errors import ApiError
+from server.prompts import need_tokenizer, read_messages, read_prompts
+from server.schemas import DetokenizeBody, TokenizeBody
+from server.strict_json import JsonRoute, dumps
+
+router = APIRouter(tags=["server"], responses=ERRORS)
+json_router = APIRouter(route_class=JsonRoute, tags=["server"], responses=ERRORS)
+
+
+def _json(body: Any) -> Response:
+    return Response(dumps(body), media_type="application/json")
+
+
+@router.head("/health", include_in_schema=False)
+@router.get("/health", response_class=Response)
+async def health(request: Request) -> Response:
+    """200 while the engine's loop is alive: 503 while it loads, when it has stopped, and when an iteration is stuck."""
+    context = context_of(request)
+    bridge = context.bridge
+    if bridge.phase not in (Phase.READY, Phase.DRAINING):
+        raise bridge.refusal() or ApiError(503, "the engine has stopped", code="engine_dead")
+    began = bridge.step_began
+    limit = context.settings.stall_timeout
+    if limit and began is not None and time.monotonic() - began > limit:
+        raise ApiError(503, f"an iteration has been running for more than {limit:g} seconds", code="engine_stalled")
+    return _json({"status": "ok"})
+
+
+@router.head("/ready", include_in_schema=False)
+@router.get("/ready", response_class=Response)
+async def ready(request: Request) -> Response:
+    """200 when new requests are taken: 503 also while shutting down."""
+    if (refusal := context_of(request).bridge.refusal()) is not None:
+        raise refusal
+    return _json({"status": "ready"})
+
+
+@router.get("/openapi.json", include_in_schema=False)
+async def document(request: Request) -> Response:
+    """Made on first demand, off the event loop: it takes half a second."""
+    return _json(await context_of(request).desk.run(request.app.openapi))
+
+
+@router.get("/version", response_class=Response)
+async def version() -> Response:
+    return _json({"version": __version__})
+
+
+@router.head("/metrics", include_in_schema=False)
+@router.get("/metrics", response_class=Response)
+async def metrics(request: Request) -> Response:
+    return Response(context_of(request).metrics.exposition(), media_type=CONTENT_TYPE_LATEST)
+
+
+@router.get("/v1/models", response_class=Response)
+async def models(request: Request) -> Response:
+    context = context_of(request)
+    return _json({"object": "list", "data": [_card(context, name) for name in context.names]})
+
+
+@router.get("/v1/models/{name:path}", response_class=Response)
+async def model(name: str, request: Request) -> Response:
+    context = context_of(request)
+    return _json(_card(context, context.model_name(name)))
+
+
+def _card(context: Context, name: str) -> dict[str, Any]:
+    return {
+        "id": name,
+        "object": "model",
+        "created": int(context.started),
+        "owned_by": "lockstep",
+        "root": context.model.name,
+        "parent": None,
+        "max_model_len": context.bridge.engine.limits.max_model_len,
+    }
+
+
+@router.get("/server_info", response_class=Response)
+async def server_info(request: Request) -> Response:
+    """What equal bytes depend on (version, model, device, compute path), sizes, and totals so far."""
+    context = context_of(request)
+    engine = context.bridge.engine
+    limits = engine.limits
+    reading = context.metrics.reading
+    return _json(
+        {
+            "version": __version__,
+            "model": context.model.name,
+            "served_model_name": list(context.names),
+            "system_fingerprint": context.fingerprint(),
+            "capacity": {name: value for name, value in engine.capacity()},
+            "max_model_len": limits.max_model_len,
+            "max_num_seqs": limits.max_num_seqs,
+            "max_num_batched_tokens": limits.max_num_batched_tokens,
+            "max_waiting": limits.max_waiting,
+            "block_size": limits.block_size,
+            "num_kv_blocks": limits.num_blocks,
+            "running": reading.running,
+            "waiting": reading.waiting,
+            "free_kv_blocks": reading.free_blocks,
+            "phase": str(context.bridge.phase),
+        }
+    )
+
+
+@router.get("/model_info", response_class=Response)
+async def model_info(request: Request) -> Response:
+    """The short description that routers ask for."""
+    context = context_of(request)
+    loaded = context.model
+    return _json(
+        {
+            "model_path": loaded.name,
+            "is_generation": True,
+            "model_type": loaded.config.family,
+            "vocab_size": loaded.config.vocab_size,
+            "weight_types": loaded.weight_types,
+            "max_model_len": context.bridge.engine.limits.max_model_len,
+        }
+    )
+
+
+@router.get("/tokenizer_info", response_class=Response)
+async def tokenizer_info(request: Request) -> Response:
+    loaded = context_of(request).model
+    tokenizer = need_tokenizer(loaded, "tokenizer")
+
+    def name(ids: list[int]) -> str | None:
+        return tokenizer.token_text(ids[0]) if ids else None
+
+    return _json(
+        {
+            "bos_token": name([] if tokenizer.bos_id is None else [tokenizer.bos_id]),
+            "eos_token": name(sorted(loaded.eos_token_ids)),
+            "eos_token_ids": sorted(loaded.eos_token_ids),
+            "vocab_size": tokenizer.vocab_size,
+            "chat_template": None if loaded.template is None else loaded.template.source,
+        }
+    )
+
+
+@json_router.post("/tokenize", response_class=Response)
+async def tokenize(body: TokenizeBody, request: Request) -> Response:
+    """Token ids of a prompt or of a rendered conversation."""
+    context = context_of(request)
+    context.model_name(body.model)
+    context.judge.judge(body.model_extra)
+    if (body.prompt is None) == (body.messages is None):
+        raise ApiError(400, "exactly one of prompt and messages is needed", code="invalid_value", param="prompt")
+    ids = await context.desk.run(_tokenize, body, context.model)
+    answer: dict[str, Any] = {
+        "tokens": ids,
+        "count": len(ids),
+        "max_model_len": context.bridge.engine.limits.max_model_len,
+    }
+    if body.return_token_strs:
+        tokenizer = need_tokenizer(context.model, "return_token_strs")
+        answer["token_strs"] = [tokenizer.token_text(token) for token in ids]
+    return _json(answer)
+
+
+def _tokenize(body: TokenizeBody, model: LoadedModel) -> list[int]:
+    if body.messages is not None:
+        prompt = read_messages(
+            body.messages,
+            model,
+            add_generation_prompt=body.add_generation_prompt is not False,
+            add_special_tokens=bool(body.add_special_tokens),
+        )
+    else:
+        (prompt,) = read_prompts(body.prompt, "prompt", model, 2**31, body.add_special_tokens is not False)
+    return list(prompt.ids)
+
+
+@json_router.post("/detokenize", response_class=Response)
+async def detokenize(body: DetokenizeBody, request: Request) -> Response:
+    """Text of token ids, under vLLM's name (``prompt``) and SGLang's (``text``)."""
+    context = context_of(request)
+    context.model_name(body.model)
+    context.judge.judge(body.model_extra)
+    tokenizer = need_tokenizer(context.model, "tokens")
+    try:
+        text = await context.desk.run(
+            lambda: tokenizer.decode(body.tokens, skip_special_tokens=bool(body.skip_special_tokens))
+        )
+    except ValueError as error:
+        raise ApiError(400, f"tokens: {error}", code="token_out_of_range", param="tokens") from None
+    return _json({"prompt": text, "text": text})

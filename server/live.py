@@ -1,0 +1,179 @@
+"""An answer on its way: one ``Generation`` for an HTTP request, one ``Choice`` for each engine request in it.
+
+    engine thread                                  event loop
+    -------------                                  ----------
+    step -> (choice, token, text, end)  --batch--> Choice.arrive -> buffer -> Generation.news -> Delta -> client
+
+A choice's buffer merges: whoever reads slowly gets one larger delta later. So it never holds more than one answer, and the
+engine never waits for a client. A choice with stop strings gets its text from the engine thread, where the text can end
+the request (rule 13); the others are turned into text here, when somebody asks.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Sequence
+
+import attrs
+
+from engine.control.plan import Sampled
+from engine.control.record import Finished
+from engine.request import SamplingParams
+from engine.text.stream import TextStream
+from server.errors import ApiError
+
+SLICE = 256  # tokens turned into text before the event loop gets its turn
+
+
+@attrs.frozen
+class Delta:
+    """What is new for one choice since the last delta. ``end`` comes with the last one, once."""
+
+    index: int
+    text: str
+    tokens: tuple[Sampled, ...]
+    end: Finished | None
+
+
+@attrs.define(eq=False)
+class Choice:
+    """``index`` counts the choices of the HTTP request, over all its prompts."""
+
+    index: int
+    prompt: int  # which of the prompts
+    text: TextStream
+    stops_in_commit: bool  # then ``text`` belongs to the engine thread
+    seed: int = 0
+
+    tokens: list[Sampled] = attrs.field(factory=list)  # event loop only, as the next two
+    pieces: list[str] = attrs.field(factory=list)
+    end: Finished | None = None
+    told: bool = False  # the end was part of a delta
+
+    request: int | None = None  # engine thread only, as the next two
+    arrived: float = 0.0
+    last_token: float | None = None
+
+    def arrive(self, token: Sampled | None, piece: str, end: Finished | None) -> None:
+        if token is not None:
+            self.tokens.append(token)
+        if piece:
+            self.pieces.append(piece)
+        if end is not None:
+            self.end = end
+
+    async def take(self) -> Delta | None:
+        """Everything that is new, as one delta; None when nothing is."""
+        if self.told or (not self.tokens and not self.pieces and self.end is None):
+            return None
+        tokens, self.tokens = self.tokens, []
+        pieces, self.pieces = self.pieces, []
+        end, self.told = self.end, self.end is not None
+        if not self.stops_in_commit:
+            silent = end is not None and isinstance(end.stop, int)  # the stop token itself is not part of the text
+            spoken = tokens[:-1] if silent else tokens
+            for start in range(0, len(spoken), SLICE):
+                for sampled in spoken[start : start + SLICE]:
+                    self.text.push(sampled.token, False)
+                if start + SLICE < len(spoken):
+                    await asyncio.sleep(0)
+            if end is not None:
+                self.text.finish()
+            pieces.append(self.text.take())
+        return Delta(self.index, "".join(pieces), tuple(tokens), end)
+
+
+class Generation:
+    """All choices of one HTTP request. Lives on the event loop; ``Choice`` says what the engine thread may touch."""
+
+    def __init__(
+        self,
+        prompts: Sequence[tuple[int, ...]],
+        params: SamplingParams,
+        choices: Sequence[Choice],
+        *,
+        priority: int = 0,
+        arrived: float = 0.0,
+    ) -> None:
+        self.prompts = tuple(prompts)
+        self.params = params
+        self.priority = priority
+        self.arrived = arrived
+        self.choices = tuple(choices)
+        self.closed = False
+        self.settled: asyncio.Future[None] = asyncio.get_running_loop().create_future()  # the door has answered
+        self._changed = asyncio.Event()
+        self._failure: ApiError | None = None
+
+    # Called by the bridge, on the event loop -----------------------------------------------------------------------
+
+    def accept(self, seeds: Sequence[int]) -> None:
+        for choice, seed in zip(self.choices, seeds, strict=True):
+            choice.seed = seed
+        if not self.settled.done():
+            self.settled.set_result(None)
+
+    def refuse(self, error: Exception) -> None:
+        if not self.settled.done():
+            self.settled.set_exception(error)
+
+    def arrive(self, choice: Choice, token: Sampled | None, piece: str, end: Finished | None) -> None:
+        choice.arrive(token, piece, end)
+        self._changed.set()
+
+    def fail(self, error: ApiError) -> None:
+        """Nothing more will come: whoever waits gets ``error``."""
+        self.refuse(error)
+        self._failure = self._failure or error
+        self._changed.set()
+
+    # Called by whoever answers ---------------------------------------------------------------------------------------
+
+    @property
+    def ended(self) -> bool:
+        return all(choice.end is not None for choice in self.choices)
+
+    async def news(self, patience: float | None = None) -> AsyncIterator[list[Delta]]:
+        """Deltas as they come, until every choice has ended; an empty list after ``patience`` seconds of silence.
+
+        Raises ``ApiError`` when the engine failed on a choice or is going away; what came before was delivered.
+        """
+        while not all(choice.told for choice in self.choices):
+            try:
+                await asyncio.wait_for(self._changed.wait(), patience)
+            except TimeoutError:
+                yield []
+                continue
+            self._changed.clear()
+            deltas = [delta for choice in self.choices if (delta := await choice.take())]
+            good = [delta for delta in deltas if failure(delta.end) is None]
+            if good:
+                yield good
+            for delta in deltas:
+                if (error := failure(delta.end)) is not None:
+                    raise error
+            if self._failure is not None and not self.ended:
+                raise self._failure
+
+    async def everything(self) -> list[Delta]:
+        """One delta per choice, in order, when all have ended. Raises as ``news`` does, at the first failure."""
+        while not self.ended:
+            await self._changed.wait()
+            self._changed.clear()
+            for choice in self.choices:
+                if (error := failure(choice.end)) is not None:
+                    raise error
+            if self._failure is not None and not self.ended:
+                raise self._failure
+        self._changed.set()
+        (deltas,) = [deltas async for deltas in self.news()]
+        return deltas
+
+
+def failure(end: Finished | None) -> ApiError | None:
+    """The error that an end stands for; ``stop`` and ``length`` are none. A client's own abort never gets here."""
+    if end is None or end.reason in ("stop", "length"):
+        return None
+    if end.reason == "abort":
+        return ApiError(503, "the server is shutting down and ended this request early", code="server_shutdown")
+    return ApiError(500, "the engine failed in the iteration that computed this request", code="engine_error")

@@ -1,0 +1,212 @@
+"""Prometheus metrics with vLLM's names and meanings behind a prefix of our own, and what only this engine counts.
+
+Latencies are observed on the engine thread, step by step. Everything that the engine counts itself is not counted twice:
+each step leaves a frozen reading, and a scrape turns the latest one into samples. A registry of its own per application.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Iterator
+from typing import TYPE_CHECKING
+
+import attrs
+from prometheus_client import CollectorRegistry, Counter, Histogram, generate_latest
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
+from prometheus_client.registry import Collector
+
+from engine.control.counters import Counters
+from engine.control.record import StepRecord
+from server.bridge import StepTimes
+
+if TYPE_CHECKING:
+    from engine.engine import Engine
+
+_TTFT = (
+    0.001,
+    0.005,
+    0.01,
+    0.02,
+    0.04,
+    0.06,
+    0.08,
+    0.1,
+    0.25,
+    0.5,
+    0.75,
+    1,
+    2.5,
+    5,
+    7.5,
+    10,
+    20,
+    40,
+    80,
+    160,
+    640,
+    2560,
+)
+_BETWEEN = (
+    0.001,
+    0.0025,
+    0.005,
+    0.01,
+    0.025,
+    0.05,
+    0.075,
+    0.1,
+    0.15,
+    0.2,
+    0.3,
+    0.4,
+    0.5,
+    0.75,
+    1,
+    2.5,
+    5,
+    7.5,
+    10,
+    20,
+    40,
+    80,
+)
+_E2E = (0.1, 0.3, 0.5, 0.8, 1, 1.5, 2, 2.5, 5, 10, 15, 20, 30, 40, 50, 60, 120, 240, 480, 960, 1920, 7680)
+
+
+@attrs.frozen
+class Reading:
+    """The engine's gauges and totals between two steps."""
+
+    waiting: int = 0
+    running: int = 0
+    blocks: int = 0
+    free_blocks: int = 0
+    rows: int = 0
+    free_rows: int = 0
+    counters: Counters = attrs.field(factory=Counters)
+
+    @classmethod
+    def of(cls, engine: Engine) -> Reading:
+        """Must be called on the engine thread."""
+        scheduler = engine.scheduler
+        counters = scheduler.counters
+        frozen = attrs.evolve(
+            counters,
+            replays=copy.copy(counters.replays),
+            eager=copy.copy(counters.eager),
+            refused=copy.copy(counters.refused),
+            finished=copy.copy(counters.finished),
+        )
+        return cls(
+            waiting=len(scheduler.waiting),
+            running=len(scheduler.running),
+            blocks=engine.limits.num_blocks,
+            free_blocks=scheduler.pool.num_free,
+            rows=engine.limits.max_num_seqs,
+            free_rows=scheduler.rows.num_free,
+            counters=frozen,
+        )
+
+
+class Metrics:
+    """A sink of the bridge. ``model_name`` may be anything; the exposition format escapes it."""
+
+    def __init__(self, prefix: str = "lockstep", model_name: str = "") -> None:
+        self.prefix = prefix
+        self.model_name = model_name
+        self.reading = Reading()
+        self.registry = CollectorRegistry()
+        self._ttft = self._histogram("time_to_first_token_seconds", "From arrival to the first token.", _TTFT)
+        self._between = self._histogram("inter_token_latency_seconds", "Between two tokens of a request.", _BETWEEN)
+        self._e2e = self._histogram("e2e_request_latency_seconds", "From arrival to the end of an answer.", _E2E)
+        self._prompt_tokens = Counter(
+            f"{prefix}:prompt_tokens",
+            "Prompt tokens of requests that reached their first token.",
+            ["model_name", "engine"],
+            registry=self.registry,
+        )
+        self.registry.register(_Readings(self))
+
+    def _histogram(self, name: str, text: str, buckets: tuple[float, ...]) -> Histogram:
+        return Histogram(
+            f"{self.prefix}:{name}", text, ["model_name", "engine"], buckets=buckets, registry=self.registry
+        )
+
+    def start(self, engine: Engine) -> None:
+        """The first reading, on the engine thread."""
+        self.reading = Reading.of(engine)
+
+    def step(self, engine: Engine, record: StepRecord, times: StepTimes) -> None:
+        labels = (self.model_name, "0")
+        for histogram, values in (
+            (self._ttft, times.first_tokens),
+            (self._between, times.between_tokens),
+            (self._e2e, times.ends),
+        ):
+            child = histogram.labels(*labels)
+            for value in values:
+                child.observe(value)
+        self._prompt_tokens.labels(*labels).inc(times.prompt_tokens)
+        self.reading = Reading.of(engine)
+
+    def exposition(self) -> bytes:
+        """The text that Prometheus scrapes."""
+        return generate_latest(self.registry)
+
+
+class _Readings(Collector):
+    """Turns the latest reading into samples."""
+
+    def __init__(self, metrics: Metrics) -> None:
+        self._metrics = metrics
+
+    def describe(self) -> Iterator[Metric]:
+        return iter(())
+
+    def collect(self) -> Iterator[Metric]:
+        reading = self._metrics.reading
+        counters = reading.counters
+        used = reading.blocks - reading.free_blocks
+        yield self._gauge("num_requests_running", "Requests that hold a row.", reading.running)
+        yield self._gauge("num_requests_waiting", "Requests in the queue, preempted ones included.", reading.waiting)
+        yield self._gauge("kv_cache_usage_perc", "Share of KV blocks in use, 0 to 1.", used / max(1, reading.blocks))
+        yield self._states("blocks", "KV blocks.", {"used": used, "free": reading.free_blocks})
+        yield self._states("rows", "Cache rows.", {"used": reading.rows - reading.free_rows, "free": reading.free_rows})
+        for name, text, value in (
+            ("num_preemptions", "Requests that gave their blocks back and started over.", counters.preemptions),
+            ("generation_tokens", "Tokens sampled.", counters.sampled_tokens),
+            ("iterations", "Iterations of the engine.", counters.iterations),
+            ("decode_steps", "Iterations in which a row decoded.", counters.decode_steps),
+            ("padded_rows", "Rows that a replayed graph computed for nobody.", counters.padded_rows),
+            ("row_moves", "Requests relabelled by compaction.", counters.row_moves),
+            ("recomputed_tokens", "Tokens computed again after a preemption.", counters.recomputed_tokens),
+            ("failed_steps", "Iterations whose computation raised.", counters.failed_steps),
+            ("requests_aborted", "Requests ended by their client or by a shutdown.", counters.finished["abort"]),
+        ):
+            yield self._total(name, text, (), {(): value})
+        ended = {(reason,): count for reason, count in counters.finished.items()}
+        yield self._total("request_success", "Requests that ended, by reason.", ("finished_reason",), ended)
+        refused = {(reason,): count for reason, count in counters.refused.items()}
+        yield self._total("requests_refused", "Requests that the queue refused.", ("reason",), refused)
+        replays = {(str(rows), str(width)): count for (rows, width), count in counters.replays.items()}
+        yield self._total("replays", "Decode steps replayed from a recorded graph.", ("rows", "width"), replays)
+        eager = {(reason,): count for reason, count in counters.eager.items()}
+        yield self._total("eager_steps", "Decode steps without a recorded graph.", ("reason",), eager)
+
+    def _gauge(self, name: str, text: str, value: float) -> Metric:
+        family = GaugeMetricFamily(f"{self._metrics.prefix}:{name}", text, labels=["model_name", "engine"])
+        family.add_metric([self._metrics.model_name, "0"], value)
+        return family
+
+    def _states(self, name: str, text: str, values: dict[str, int]) -> Metric:
+        family = GaugeMetricFamily(f"{self._metrics.prefix}:{name}", text, labels=["model_name", "engine", "state"])
+        for state, value in values.items():
+            family.add_metric([self._metrics.model_name, "0", state], value)
+        return family
+
+    def _total(self, name: str, text: str, labels: tuple[str, ...], values: dict[tuple[str, ...], int]) -> Metric:
+        """A counter; Prometheus' text format adds ``_total`` to its name."""
+        family = CounterMetricFamily(f"{self._metrics.prefix}:{name}", text, labels=["model_name", "engine", *labels])
+        for key, value in values.items():
+            family.add_metric([self._metrics.model_name, "0", *key], value)
+        return family

@@ -1,0 +1,195 @@
+"""From the body's prompt or messages to token ids, off the event loop.
+
+Tokenising and rendering a long prompt takes seconds, and a health probe or another client's stream must not wait for it.
+The number of threads is small: they compete with the engine for the same cores.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any, TypeVar
+
+import attrs
+
+from engine.loading.model import LoadedModel
+from engine.loading.template import TemplateFailure
+from engine.loading.tokenizer import Tokenizer
+from engine.request import SamplingParams
+from engine.text.stream import TextStream
+from server.errors import ApiError, brief
+from server.live import Choice
+from server.schemas import Message
+
+MAX_PROMPTS = 1024
+_RESERVED = frozenset({"messages", "tools", "add_generation_prompt", "documents"})
+_ROLES = {"developer": "system"}  # OpenAI's newer name; templates know the older one
+
+T = TypeVar("T")
+
+
+@attrs.frozen
+class Prompt:
+    ids: tuple[int, ...]
+    text: str | None = None  # as the client gave it
+
+
+class Desk:
+    """The worker threads that read prompts. ``close`` lets running ones end by themselves."""
+
+    def __init__(self, threads: int = 2) -> None:
+        self._pool = ThreadPoolExecutor(threads, thread_name_prefix="prompt")
+
+    async def run(self, call: Callable[..., T], *args: Any) -> T:
+        return await asyncio.get_running_loop().run_in_executor(self._pool, call, *args)
+
+    def close(self) -> None:
+        self._pool.shutdown(wait=False, cancel_futures=True)
+
+
+def read_prompts(given: Any, field: str, model: LoadedModel, max_len: int, add_special_tokens: bool) -> list[Prompt]:
+    """Text, token ids, or a list of either. Raises ``ApiError`` 400 that names ``field``. Runs on a worker thread."""
+    if isinstance(given, str):
+        return [_encode(given, field, model, add_special_tokens)]
+    if not isinstance(given, list) or not given:
+        raise _bad(field, f"{field} is {brief(given)}, but must be text, token ids, or a non-empty list of either")
+    if _is_ids(given, field, max_len):
+        return [Prompt(tuple(given))]
+    if len(given) > MAX_PROMPTS:
+        raise _bad(field, f"{field} has {len(given)} prompts, but at most {MAX_PROMPTS} are allowed")
+    prompts = []
+    for index, one in enumerate(given):
+        name = f"{field}[{index}]"
+        if isinstance(one, str):
+            prompts.append(_encode(one, name, model, add_special_tokens))
+        elif isinstance(one, list) and (not one or _is_ids(one, name, max_len)):
+            if not one:
+                raise _bad(name, f"{name} is empty, but at least 1 token is needed")
+            prompts.append(Prompt(tuple(one)))
+        else:
+            raise _bad(name, f"{name} is {brief(one)}, but must be text or a list of token ids")
+    return prompts
+
+
+def _is_ids(given: list[Any], name: str, max_len: int) -> bool:
+    """Whether it is a list of token ids; judged by the first entry, then all must be."""
+    if type(given[0]) is not int:
+        return False
+    if len(given) > max_len:
+        raise _bad(
+            name,
+            f"{name} has {len(given)} tokens, but the model's context holds {max_len}",
+            code="context_length_exceeded",
+        )
+    for index, token in enumerate(given):
+        if type(token) is not int:  # bool is an int to isinstance
+            raise _bad(f"{name}[{index}]", f"{name}[{index}] is {brief(token)}, but must be a token id")
+        if not 0 <= token < 2**31:
+            raise _bad(f"{name}[{index}]", f"{name}[{index}] is {brief(token)}, which is not a token id")
+    return True
+
+
+def _encode(text: str, field: str, model: LoadedModel, add_special_tokens: bool) -> Prompt:
+    return Prompt(tuple(_tokens(text, field, need_tokenizer(model, field), add_special_tokens)), text)
+
+
+def _tokens(text: str, field: str, tokenizer: Tokenizer, add_special_tokens: bool) -> list[int]:
+    try:
+        return tokenizer.encode(text, add_special_tokens=add_special_tokens)
+    except ValueError as error:
+        raise _bad(field, f"{field}: {error}") from None
+
+
+def need_tokenizer(model: LoadedModel, field: str) -> Tokenizer:
+    if model.tokenizer is None:
+        raise _bad(field, f"{field}: {model.name} has no tokenizer, so only token ids can be sent")
+    return model.tokenizer
+
+
+def read_messages(
+    messages: Sequence[Message],
+    model: LoadedModel,
+    *,
+    add_generation_prompt: bool = True,
+    add_special_tokens: bool = False,
+    kwargs: Mapping[str, Any] | None = None,
+) -> Prompt:
+    """A conversation through the model's template. Raises ``ApiError`` 400, with the template's own words where it refused.
+    Runs on a worker thread."""
+    if model.template is None:
+        raise _bad("messages", f"{model.name} has no chat template; use /v1/completions")
+    if taken := sorted(_RESERVED & set(kwargs or {})):
+        raise _bad("chat_template_kwargs", f"chat_template_kwargs must not hold {', '.join(taken)}")
+    tokenizer = need_tokenizer(model, "messages")
+    plain = [_plain(message, f"messages[{index}]") for index, message in enumerate(messages)]
+    try:
+        text = model.template.render(plain, add_generation_prompt=add_generation_prompt, **dict(kwargs or {}))
+    except TemplateFailure as error:
+        raise _bad("messages", f"the chat template refused the messages: {error}", code="template_error") from None
+    return Prompt(tuple(_tokens(text, "messages", tokenizer, add_special_tokens)), text)
+
+
+def _plain(message: Message, name: str) -> dict[str, Any]:
+    """The message as templates know it: role, content as one text, perhaps a name."""
+    extra = message.model_extra or {}
+    for field in ("tool_calls", "function_call", "tool_call_id"):
+        if extra.get(field) not in (None, []):
+            raise _bad(f"{name}.{field}", f"{name}.{field}: tools are not supported", code="unsupported_parameter")
+    if message.role in ("tool", "function"):
+        raise _bad(
+            f"{name}.role", f"{name}.role is {message.role!r}, but tools are not supported", "unsupported_parameter"
+        )
+    content = message.content
+    if content is None:
+        raise _bad(f"{name}.content", f"{name}.content is required")
+    if not isinstance(content, str):
+        content = _join(content, f"{name}.content")
+    plain: dict[str, Any] = {"role": _ROLES.get(message.role, message.role), "content": content}
+    if message.name is not None:
+        plain["name"] = message.name
+    return plain
+
+
+def _join(parts: Sequence[Mapping[str, Any]], name: str) -> str:
+    if not parts:
+        raise _bad(name, f"{name} is an empty list, but at least 1 text part is needed")
+    texts = []
+    for index, part in enumerate(parts):
+        where = f"{name}[{index}]"
+        if part.get("type") != "text":
+            raise _bad(
+                f"{where}.type",
+                f"{where}.type is {brief(part.get('type'))}, but only text is supported",
+                code="unsupported_parameter",
+            )
+        if not isinstance(part.get("text"), str):
+            raise _bad(f"{where}.text", f"{where}.text is {brief(part.get('text'))}, but must be text")
+        texts.append(part["text"])
+    return "\n".join(texts)
+
+
+def make_choices(prompts: Sequence[Prompt], params: SamplingParams, model: LoadedModel) -> list[Choice]:
+    """``n`` choices per prompt, each with a text of its own. Runs on a worker thread: a long prompt primes the text."""
+    if params.stop:
+        need_tokenizer(model, "stop")
+    return [
+        Choice(
+            index=at * params.n + choice,
+            prompt=at,
+            text=TextStream(
+                model.tokenizer,
+                prompt.ids,
+                stop=params.stop,
+                include_stop=params.include_stop_str_in_output,
+                skip_special_tokens=params.skip_special_tokens,
+            ),
+            stops_in_commit=bool(params.stop),
+        )
+        for at, prompt in enumerate(prompts)
+        for choice in range(params.n)
+    ]
+
+
+def _bad(param: str, message: str, code: str = "invalid_value") -> ApiError:
+    return ApiError(400, message, code=code, param=param)

@@ -1,0 +1,168 @@
+"""The bodies of requests, as OpenAI, vLLM and SGLang name their fields.
+
+Types and presence are checked here, ranges in ``engine.request``, so that HTTP and offline callers meet one rule. Types are
+strict: ``"5"``, ``5.0`` and ``true`` are not integers. Fields that are not named here land in ``model_extra`` and are
+judged by ``server.fields``.
+"""
+
+from __future__ import annotations
+
+from typing import Annotated, Any, Literal
+
+from pydantic import BaseModel, ConfigDict, Field
+
+from engine.request import MAX_CHOICES, MAX_LOGIT_BIAS, MAX_LOGPROBS, MAX_STOP_CHARS, MAX_STOP_STRINGS, SEED_RANGE
+
+MAX_MESSAGES = 4096
+MAX_PARTS = 1024
+MAX_STOP_IDS = 1024
+INT32 = 2**31 - 1
+
+Count = Annotated[int, Field(ge=0, le=INT32)]
+StopString = Annotated[str, Field(min_length=1, max_length=MAX_STOP_CHARS)]
+Stop = StopString | Annotated[list[StopString], Field(max_length=MAX_STOP_STRINGS)]
+StopIds = Annotated[list[Annotated[int, Field(ge=0, le=INT32)]], Field(max_length=MAX_STOP_IDS, fail_fast=True)]
+Seed = Annotated[int, Field(ge=SEED_RANGE[0], le=SEED_RANGE[1])]
+Priority = Annotated[int, Field(ge=-(2**31), le=INT32, description="Lower is served first, as in vLLM.")]
+Prompt = Annotated[
+    Any,
+    Field(
+        description="Text, token ids, or a list of either.",
+        json_schema_extra={
+            "anyOf": [
+                {"type": "string"},
+                {"type": "array", "items": {"type": "string"}, "minItems": 1},
+                {"type": "array", "items": {"type": "integer", "minimum": 0}, "minItems": 1},
+                {
+                    "type": "array",
+                    "items": {"type": "array", "items": {"type": "integer"}, "minItems": 1},
+                    "minItems": 1,
+                },
+            ]
+        },
+    ),
+]
+
+
+class Body(BaseModel):
+    model_config = ConfigDict(strict=True, extra="allow", allow_inf_nan=False)
+
+
+class Sampling(Body):
+    """The sampling fields that every endpoint has under the same name. ``null`` means the default."""
+
+    temperature: Annotated[float, Field(ge=0, le=100)] | None = None
+    top_p: Annotated[float, Field(gt=0, le=1)] | None = None
+    top_k: Annotated[int, Field(ge=-1, le=INT32, description="0 and -1 are off.")] | None = None
+    min_p: Annotated[float, Field(ge=0, le=1)] | None = None
+    repetition_penalty: Annotated[float, Field(gt=0, le=100)] | None = None
+    frequency_penalty: Annotated[float, Field(ge=-2, le=2)] | None = None
+    presence_penalty: Annotated[float, Field(ge=-2, le=2)] | None = None
+    logit_bias: (
+        Annotated[
+            dict[
+                Annotated[str, Field(pattern=r"^[0-9]{1,10}$")],
+                Annotated[float, Field(ge=-100, le=100)],
+            ],
+            Field(max_length=MAX_LOGIT_BIAS),
+        ]
+        | None
+    ) = None
+    stop: Stop | None = None
+    stop_token_ids: StopIds | None = None
+    ignore_eos: bool | None = None
+    skip_special_tokens: bool | None = None
+    include_stop_str_in_output: bool | None = None
+    no_stop_trim: Annotated[bool, Field(description="SGLang's name of include_stop_str_in_output.")] | None = None
+    seed: Annotated[Seed, Field(description="Repeats an answer. Without one, it is drawn and reported.")] | None = None
+    n: Annotated[int, Field(ge=1, le=MAX_CHOICES)] | None = None
+
+
+class StreamOptions(Body):
+    include_usage: bool | None = None
+    continuous_usage_stats: bool | None = None
+    include_obfuscation: bool | None = None  # OpenAI's padding against traffic analysis: accepted, nothing is padded
+
+
+class OpenAIBody(Sampling):
+    """What completions and chat share."""
+
+    model: str | None = None
+    max_tokens: Count | None = None
+    min_tokens: Count | None = None
+    stream: bool | None = None
+    stream_options: StreamOptions | None = None
+    priority: Priority | None = None
+    return_token_ids: bool | None = None
+    return_tokens_as_token_ids: bool | None = None
+    add_special_tokens: bool | None = None
+
+
+class CompletionBody(OpenAIBody):
+    prompt: Prompt
+    logprobs: Annotated[int, Field(ge=0, le=MAX_LOGPROBS)] | None = None
+    echo: Annotated[bool, Field(description="The prompt goes before the text; not together with logprobs.")] | None = (
+        None
+    )
+
+
+class Message(Body):
+    """``content``: text, or text parts, which are joined by a newline. Spellings of special tokens in it become those
+    tokens, since templates are rendered to text before they are tokenised."""
+
+    role: Literal["system", "developer", "user", "assistant", "tool", "function"]
+    content: str | Annotated[list[dict[str, Any]], Field(max_length=MAX_PARTS)] | None = None
+    name: Annotated[str, Field(max_length=256)] | None = None
+
+
+class ChatBody(OpenAIBody):
+    messages: Annotated[list[Message], Field(min_length=1, max_length=MAX_MESSAGES)]
+    max_completion_tokens: Count | None = None
+    logprobs: bool | None = None
+    top_logprobs: Annotated[int, Field(ge=0, le=MAX_LOGPROBS)] | None = None
+    add_generation_prompt: bool | None = None
+    chat_template_kwargs: Annotated[dict[str, Any], Field(max_length=64)] | None = None
+
+
+class GenerateSampling(Sampling):
+    """SGLang's ``sampling_params``."""
+
+    max_new_tokens: Count | None = 128
+    min_new_tokens: Count | None = None
+    sampling_seed: Seed | None = None
+
+
+class GenerateBody(Body):
+    """SGLang's native request: exactly one of ``text`` and ``input_ids``."""
+
+    text: Annotated[Any, Field(json_schema_extra={"anyOf": [{"type": "string"}, {"type": "array"}]})] = None
+    input_ids: Annotated[Any, Field(json_schema_extra={"type": "array"})] = None
+    sampling_params: GenerateSampling | None = None
+    model: str | None = None
+    stream: bool | None = None
+    rid: Annotated[str, Field(max_length=128, pattern=r"^[A-Za-z0-9._:-]+$")] | None = None
+    return_logprob: bool | None = None
+    top_logprobs_num: Annotated[int, Field(ge=0, le=MAX_LOGPROBS)] | None = None
+    return_logits_digest: (
+        Annotated[
+            bool,
+            Field(description="Adds a digest of the raw logits behind every token: equal digests mean equal bytes."),
+        ]
+        | None
+    ) = None
+    priority: Priority | None = None
+
+
+class TokenizeBody(Body):
+    model: str | None = None
+    prompt: str | None = None
+    messages: Annotated[list[Message], Field(min_length=1, max_length=MAX_MESSAGES)] | None = None
+    add_special_tokens: bool | None = None
+    add_generation_prompt: bool | None = None
+    return_token_strs: bool | None = None
+
+
+class DetokenizeBody(Body):
+    model: str | None = None
+    tokens: Annotated[list[int], Field(max_length=2**20, fail_fast=True)]
+    skip_special_tokens: bool | None = None

@@ -1,0 +1,60 @@
+"""What can be set about the server itself, apart from the engine. Imports neither torch nor FastAPI."""
+
+from __future__ import annotations
+
+import re
+
+import attrs
+
+from engine.config import ConfigError
+
+LOG_LEVELS = ("debug", "info", "warning", "error")
+LOG_FORMATS = ("text", "json")
+_METRIC_PREFIX = re.compile(r"[a-zA-Z_][a-zA-Z0-9_]*")
+
+
+@attrs.frozen(kw_only=True)
+class ServerSettings:
+    """Settings of one HTTP front. Times are seconds, sizes bytes. Raises ``ConfigError`` for a value that cannot work.
+
+    ``served_model_name``: the names that requests may use; empty means the model's own name. ``api_keys``: with any, every
+    path but /health, /ready and /version asks for one. ``ping_interval``: a silent stream sends an SSE comment this often.
+    ``stall_timeout``: an iteration that runs longer makes /health answer 503.
+    """
+
+    host: str = "127.0.0.1"
+    port: int = 8000
+    served_model_name: tuple[str, ...] = ()
+    api_keys: tuple[str, ...] = attrs.field(default=(), repr=False)
+    metrics_prefix: str = "lockstep"
+    log_level: str = "info"
+    log_format: str = "text"
+    max_body_bytes: int = 4 * 2**20
+    drain_timeout: float = 30.0
+    stall_timeout: float = 60.0
+    ping_interval: float = 15.0
+
+    def __attrs_post_init__(self) -> None:
+        if not 0 <= self.port <= 65535:
+            raise ConfigError("port", f"port is {self.port}, but must be in 0..65535")
+        for field, allowed in (("log_level", LOG_LEVELS), ("log_format", LOG_FORMATS)):
+            if getattr(self, field) not in allowed:
+                raise ConfigError(
+                    field, f"{field} is {getattr(self, field)!r}, but must be one of {', '.join(allowed)}"
+                )
+        if not _METRIC_PREFIX.fullmatch(self.metrics_prefix):
+            raise ConfigError(
+                "metrics_prefix",
+                f"metrics_prefix is {self.metrics_prefix!r}, but must be letters, digits and _, and not begin with a digit",
+            )
+        if not 1024 <= self.max_body_bytes <= 2**31:
+            raise ConfigError(
+                "max_body_bytes", f"max_body_bytes is {self.max_body_bytes}, but must be in 1024..{2**31}"
+            )
+        for field in ("drain_timeout", "stall_timeout", "ping_interval"):
+            if not 0 <= getattr(self, field) <= 86400:
+                raise ConfigError(field, f"{field} is {getattr(self, field)}, but must be in 0..86400 seconds")
+        if any(not name for name in self.served_model_name):
+            raise ConfigError("served_model_name", "served_model_name holds an empty name")
+        if any(not key for key in self.api_keys):
+            raise ConfigError("api_key", "api_key holds an empty key")

@@ -1,0 +1,171 @@
+"""OpenAI's two answer shapes, completions and chat, streamed and whole. One id, ``created`` and model for all chunks."""
+
+from __future__ import annotations
+
+import time
+import uuid
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import attrs
+
+from engine.control.record import Finished
+from server import logprobs
+from server.live import Delta, Generation
+from server.logprobs import Namer
+
+
+@attrs.frozen(kw_only=True)
+class Wish:
+    """What the client asked about the form of its answer."""
+
+    model: str
+    fingerprint: str
+    namer: Namer
+    user_stop_ids: frozenset[int] = frozenset()
+    logprobs: bool = False
+    token_ids: bool = False
+    include_usage: bool = False
+    continuous_usage: bool = False
+    echo: tuple[str, ...] = ()  # the prompts, to be put before the text
+    drop_tokens: bool = False  # max_tokens 0: one token ran and is not shown
+
+
+class _OpenAIShape:
+    """What both shapes share: head, usage, finish."""
+
+    kind = ""
+    chunk_kind = ""
+    id_prefix = ""
+
+    def __init__(self, generation: Generation, wish: Wish) -> None:
+        self.generation = generation
+        self.wish = wish
+        self._counts = [0] * len(generation.choices)
+        self._head = {
+            "id": f"{self.id_prefix}-{uuid.uuid4().hex}",
+            "created": int(time.time()),
+            "model": wish.model,
+            "system_fingerprint": wish.fingerprint,
+        }
+
+    def first(self) -> Iterator[dict[str, Any]]:
+        raise NotImplementedError
+
+    def events(self, delta: Delta) -> Iterator[dict[str, Any]]:
+        raise NotImplementedError
+
+    def last(self) -> Iterator[dict[str, Any]]:
+        if self.wish.include_usage:
+            yield {**self._head, "object": self.chunk_kind, "choices": [], "usage": self._usage()}
+
+    def _chunk(self, choice: dict[str, Any]) -> dict[str, Any]:
+        chunk = {**self._head, "object": self.chunk_kind, "choices": [choice]}
+        if self.wish.include_usage:
+            chunk["usage"] = self._usage() if self.wish.continuous_usage else None
+        return chunk
+
+    def _usage(self) -> dict[str, int]:
+        prompt = sum(len(ids) for ids in self.generation.prompts)
+        completion = 0 if self.wish.drop_tokens else sum(self._counts)
+        return {"prompt_tokens": prompt, "completion_tokens": completion, "total_tokens": prompt + completion}
+
+    def _count(self, delta: Delta) -> None:
+        self._counts[delta.index] += len(delta.tokens)
+
+    def _finish(self, index: int, end: Finished | None) -> dict[str, Any]:
+        """The end of a choice, null until then. ``stop_reason``: the stop string or the client's own stop id that matched.
+        ``seed`` asked for again gives the same answer."""
+        if end is None:
+            return {"finish_reason": None}
+        reason = end.stop
+        if isinstance(reason, int) and reason not in self.wish.user_stop_ids:
+            reason = None
+        return {"finish_reason": end.reason, "stop_reason": reason, "seed": self.generation.choices[index].seed}
+
+    def _ids(self, delta: Delta) -> dict[str, Any]:
+        if not self.wish.token_ids:
+            return {}
+        return {"token_ids": [] if self.wish.drop_tokens else [sampled.token for sampled in delta.tokens]}
+
+    def _prompt_ids(self, index: int) -> list[int]:
+        return list(self.generation.prompts[self.generation.choices[index].prompt])
+
+
+class CompletionShape(_OpenAIShape):
+    kind = "text_completion"
+    chunk_kind = "text_completion"
+    id_prefix = "cmpl"
+
+    def __init__(self, generation: Generation, wish: Wish) -> None:
+        super().__init__(generation, wish)
+        self._offsets = [0] * len(generation.choices)
+
+    def first(self) -> Iterator[dict[str, Any]]:
+        for choice in self.generation.choices if self.wish.echo or self.wish.token_ids else ():
+            ids = {"prompt_token_ids": self._prompt_ids(choice.index), "token_ids": []} if self.wish.token_ids else {}
+            text = self.wish.echo[choice.prompt] if self.wish.echo else ""
+            yield self._chunk({"index": choice.index, "text": text, "logprobs": None, "finish_reason": None, **ids})
+
+    def events(self, delta: Delta) -> Iterator[dict[str, Any]]:
+        self._count(delta)
+        if delta.text or delta.end or self.wish.logprobs or self.wish.token_ids:
+            yield self._chunk(self._choice(delta))
+
+    def whole(self, deltas: Sequence[Delta]) -> dict[str, Any]:
+        choices = []
+        for delta in deltas:
+            self._count(delta)
+            choice = self._choice(delta)
+            if self.wish.echo:
+                choice["text"] = self.wish.echo[self.generation.choices[delta.index].prompt] + choice["text"]
+            if self.wish.token_ids:
+                choice["prompt_token_ids"] = self._prompt_ids(delta.index)
+            choices.append(choice)
+        return {**self._head, "object": self.kind, "choices": choices, "usage": self._usage()}
+
+    def _choice(self, delta: Delta) -> dict[str, Any]:
+        table = None
+        if self.wish.logprobs:
+            table, self._offsets[delta.index] = logprobs.of_completion(
+                delta.tokens, self.wish.namer, self._offsets[delta.index]
+            )
+        finish = self._finish(delta.index, delta.end)
+        if self.wish.drop_tokens and delta.end is not None:
+            finish |= {"finish_reason": "length", "stop_reason": None}
+        text = "" if self.wish.drop_tokens else delta.text
+        return {"index": delta.index, "text": text, "logprobs": table, **finish, **self._ids(delta)}
+
+
+class ChatShape(_OpenAIShape):
+    kind = "chat.completion"
+    chunk_kind = "chat.completion.chunk"
+    id_prefix = "chatcmpl"
+
+    def first(self) -> Iterator[dict[str, Any]]:
+        for choice in self.generation.choices:
+            delta = {"role": "assistant", "content": "", "refusal": None}
+            ids = {"prompt_token_ids": self._prompt_ids(choice.index), "token_ids": []} if self.wish.token_ids else {}
+            yield self._chunk({"index": choice.index, "delta": delta, "logprobs": None, "finish_reason": None, **ids})
+
+    def events(self, delta: Delta) -> Iterator[dict[str, Any]]:
+        self._count(delta)
+        if delta.text or delta.end or self.wish.logprobs or self.wish.token_ids:
+            choice = self._choice(delta)
+            choice["delta"] = {"content": delta.text} if delta.text else {}
+            yield self._chunk(choice)
+
+    def whole(self, deltas: Sequence[Delta]) -> dict[str, Any]:
+        choices = []
+        for delta in deltas:
+            self._count(delta)
+            choice = self._choice(delta)
+            choice["message"] = {"role": "assistant", "content": delta.text, "refusal": None}
+            if self.wish.token_ids:
+                choice["prompt_token_ids"] = self._prompt_ids(delta.index)
+            choices.append(choice)
+        return {**self._head, "object": self.kind, "choices": choices, "usage": self._usage()}
+
+    def _choice(self, delta: Delta) -> dict[str, Any]:
+        table = logprobs.of_chat(delta.tokens, self.wish.namer) if self.wish.logprobs else None
+        return {"index": delta.index, "logprobs": table, **self._finish(delta.index, delta.end), **self._ids(delta)}
