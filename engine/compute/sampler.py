@@ -4,14 +4,15 @@ Order for one row: the raw logits give digest and logprobs; then the min_tokens 
 frequency and presence penalty; then argmax when greedy, else temperature, top-k, top-p, min-p and Gumbel-max.
 
 The common case, every row plainly greedy, is one argmax where the logits are. All other rows go to the host in one
-copy and are worked there one after the other: a row fits into the processor's cache, rows share no arithmetic, and a
-GPU's answers differ from the CPU's only by its logits.
+copy and are worked there one by one, on as many threads as given: a row fits into the processor's cache, rows share no
+arithmetic, and a GPU's answers differ from the CPU's only by its logits.
 """
 
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 
 import numpy as np
 import numpy.typing as npt
@@ -22,12 +23,18 @@ from engine.compute.sampling_noise import counters, stream_key
 from engine.compute.sampling_row import F32, RowState
 from engine.control.plan import Logprobs, Move, Sampled, Seat
 
+_WORTH_A_THREAD = 2**17  # logits; below it handing rows to threads costs more than it saves
+
 
 class Sampler:
-    """Sampling state of ``rows`` cache rows over a vocabulary of ``vocab_size`` ids; ``device`` is the logits'."""
+    """Sampling state of ``rows`` cache rows over a vocabulary of ``vocab_size`` ids; ``device`` is the logits'.
 
-    def __init__(self, rows: int, vocab_size: int, device: str | torch.device = "cpu") -> None:
+    ``threads`` share the rows that are not plainly greedy; their number changes no answer.
+    """
+
+    def __init__(self, rows: int, vocab_size: int, device: str | torch.device = "cpu", *, threads: int = 1) -> None:
         self._vocab_size = vocab_size
+        self._pool = ThreadPoolExecutor(threads, "sampler") if threads > 1 else None
         self._states: list[RowState | None] = [None] * rows
         self._counters = counters(vocab_size)
         self._pinned: torch.Tensor | None = None  # page-locked memory, which a GPU copies into at full speed
@@ -62,8 +69,16 @@ class Sampler:
         states = [self._state(row) for row in rows]
         sampled = [Sampled(token) for token in argmax(logits)]
         special = [i for i, state in enumerate(states) if not state.plain]
-        for i, raw in zip(special, self._to_host(logits, special), strict=True):
-            sampled[i] = self._sample_row(raw, states[i], positions[i], sampled[i].token)
+        host = self._to_host(logits, special)
+
+        def work(k: int) -> Sampled:
+            i = special[k]
+            return self._sample_row(host[k], states[i], positions[i], sampled[i].token)
+
+        pool = self._pool if len(special) * self._vocab_size >= _WORTH_A_THREAD else None
+        results: Iterable[Sampled] = (pool.map if pool else map)(work, range(len(special)))
+        for i, result in zip(special, list(results), strict=True):
+            sampled[i] = result
         return sampled
 
     def _state(self, row: int) -> RowState:

@@ -12,6 +12,7 @@ import attrs
 import pytest
 import torch
 
+from engine.compute import sampler as sampler_module
 from engine.compute.sampler import Sampler
 from engine.control.plan import Move, Sampled, Seat
 from engine.request import SamplingParams, SamplingSpec
@@ -152,6 +153,20 @@ def test_permuting_and_splitting_a_batch(threads: int) -> None:
         assert all(answer == answers[0] for answer in answers)
     finally:
         torch.set_num_threads(before)
+
+
+def test_the_number_of_threads_changes_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sampler_module, "_WORTH_A_THREAD", 0)
+    answers = []
+    for threads in (1, 2, 5):
+        seated = {row: Request(row, params) for row, params in enumerate(EFFECT.values())}
+        sampler = Sampler(len(seated), VOCAB, threads=threads)
+        for row, request in seated.items():
+            sampler.seat(request.seat(row))
+        for _ in range(10):
+            step(sampler, seated, list(seated))
+        answers.append([request.sampled for request in seated.values()])
+    assert answers[0] == answers[1] == answers[2]
 
 
 def history(seed: int, make: type[Sampler]) -> list[int]:
