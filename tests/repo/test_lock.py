@@ -99,5 +99,5 @@ def test_torch_and_the_model_are_pinned_as_tested() -> None:
     pins = pinned(LOCK)
     name, _, version = lock.MODEL.partition("==")
     assert (pins["torch"], pins[name]) == (lock.TORCH, version)
-    assert (load.DEFAULT_PACKAGE, load.DEFAULT_VERSION) == (name, version)
+    assert (name, version) == (load.DEFAULT_PACKAGE, load.DEFAULT_VERSION)
     assert f"MODEL={name}\n" in (ROOT / "ci/setup.sh").read_text(encoding="utf-8")
