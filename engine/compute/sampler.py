@@ -59,13 +59,15 @@ class Sampler:
         """One token per row of ``logits`` [n, vocab_size] fp32, which are not changed.
 
         ``rows[i]`` is the cache row of ``logits[i]``, ``positions[i]`` the index that the new token will occupy. Raises
-        ``ValueError`` on a wrong shape and ``LookupError`` on a row without a request.
+        ``ValueError`` on a wrong shape or type and ``LookupError`` on a row without a request.
         """
         if logits.shape != (len(rows), self._vocab_size) or len(positions) != len(rows):
             raise ValueError(
                 f"logits are {tuple(logits.shape)} with {len(positions)} positions, "
                 f"but must be {(len(rows), self._vocab_size)} with {len(rows)}"
             )
+        if logits.dtype != torch.float32:
+            raise ValueError(f"logits are {logits.dtype}, but must be torch.float32")
         states = [self._state(row) for row in rows]
         sampled = [Sampled(token) for token in argmax(logits)]
         special = [i for i, state in enumerate(states) if not state.plain]

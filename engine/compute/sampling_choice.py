@@ -12,7 +12,8 @@ row's values alone.
 
 Speed comes from doing the exact fp64 arithmetic only for tokens that can still win. In the Gumbel race token i arrives
 at ``E_i / w_i``, with ``E_i = -log1p(-v_i) >= v_i`` and weight ``w_i``; a token with ``v_i / w_i`` beyond one arrival
-time that is known exactly has lost. That test runs in fp32 with a margin a thousand times its rounding error.
+time that is known exactly has lost. That test runs in fp32 with a margin some fifty times its rounding error, and may
+therefore keep a loser, but never drops the winner.
 """
 
 from __future__ import annotations

@@ -127,6 +127,8 @@ def test_an_empty_row_is_refused() -> None:
         sampler.sample(torch.zeros(1, VOCAB), [0], [4])
     with pytest.raises(ValueError, match="must be"):
         sampler.sample(torch.zeros(1, VOCAB + 1), [1], [4])
+    with pytest.raises(ValueError, match="float32"):
+        sampler.sample(torch.zeros(1, VOCAB, dtype=torch.float16), [1], [4])
 
 
 @pytest.mark.parametrize("threads", [1, 2])
@@ -167,6 +169,20 @@ def test_the_number_of_threads_changes_nothing(monkeypatch: pytest.MonkeyPatch) 
             step(sampler, seated, list(seated))
         answers.append([request.sampled for request in seated.values()])
     assert answers[0] == answers[1] == answers[2]
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
+def test_a_gpu_gives_the_cpus_answers() -> None:
+    answers = []
+    for device in ("cpu", "cuda"):
+        sampler = Sampler(len(EFFECT), VOCAB, device)
+        requests = [Request(row, params) for row, params in enumerate(EFFECT.values())]
+        for row, request in enumerate(requests):
+            sampler.seat(request.seat(row))
+        logits = torch.stack([_logits(r.number, r.position) for r in requests]).to(device)
+        answers.append(sampler.sample(logits, range(len(requests)), [4] * len(requests)))
+    assert answers[0] == answers[1]
 
 
 def history(seed: int, make: type[Sampler]) -> list[int]:
