@@ -37,7 +37,7 @@ class StepRecord:
     iteration: int
     plan: Plan
     aborted: tuple[Finished, ...] = ()  # aborts applied in this iteration to requests that had not finished
-    reaped: tuple[int, ...] = ()  # gave back blocks and row (running) or left the queue (waiting)
+    reaped: tuple[int, ...] = ()  # gave back blocks and row; a waiting request that is aborted holds none (rule 4.3)
     preempted: tuple[int, ...] = ()
     sampled: tuple[tuple[int, Sampled], ...] = ()
     finished: tuple[Finished, ...] = ()

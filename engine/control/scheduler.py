@@ -169,8 +169,8 @@ class Scheduler:
             else:
                 self.running.remove(request)
                 vacated.append(self._give_back(request))
+                reaped.append(request.id)
             del self.requests[request.id]
-            reaped.append(request.id)
         return tuple(aborted), tuple(reaped), vacated
 
     def _grow(self) -> tuple[list[Grow], tuple[int, ...], list[int]]:

@@ -1,0 +1,111 @@
+"""``python -m engine "prompt"``: one answer, streamed to the terminal. Imports torch only when it is about to answer."""
+
+from __future__ import annotations
+
+import sys
+from typing import Annotated
+
+from cyclopts import App, Parameter
+
+from engine import __version__
+
+app = App(
+    name="python -m engine",
+    help="Answers one prompt and streams the answer to the terminal. Without --model, the small model that is installed "
+    "beside the engine answers, offline.",
+    version=__version__,
+)
+
+
+@app.default
+def answer(
+    prompt: str,
+    /,
+    *,
+    model: str | None = None,
+    system: str | None = None,
+    raw: bool = False,
+    max_tokens: int | None = None,
+    temperature: float = 0.0,
+    top_p: float = 1.0,
+    seed: int | None = None,
+    device: str = "auto",
+    threads: int | None = None,
+    quiet: Annotated[bool, Parameter(negative="")] = False,
+) -> int:
+    """Answer one prompt.
+
+    Parameters
+    ----------
+    prompt
+        The user's message; "-" reads it from standard input.
+    model
+        A model folder, a .gguf file or a hub id.
+    system
+        A system message to go before it.
+    raw
+        Continue the prompt as plain text instead of answering it as a chat message.
+    max_tokens
+        The longest answer; by default all that the context holds.
+    temperature
+        0 is greedy and always gives the same answer.
+    top_p
+        Sample from the smallest set of tokens that has this probability.
+    seed
+        Makes a sampled answer repeatable. Without it one is drawn, and shown at the end.
+    device
+        auto, cpu or cuda.
+    threads
+        CPU threads for the kernels.
+    quiet
+        Print the answer only.
+    """
+    from engine.config import ConfigError
+    from engine.loading.model import LoadError
+    from engine.request import InvalidRequest
+
+    text = sys.stdin.read() if prompt == "-" else prompt
+    try:
+        return _answer(text, model, system, raw, (max_tokens, temperature, top_p, seed), (device, threads), quiet)
+    except (ConfigError, LoadError, InvalidRequest) as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 2
+    except KeyboardInterrupt:
+        print(file=sys.stderr)
+        return 130
+
+
+def _answer(
+    text: str,
+    model: str | None,
+    system: str | None,
+    raw: bool,
+    sampling: tuple[int | None, float, float, int | None],
+    machine: tuple[str, int | None],
+    quiet: bool,
+) -> int:
+    import secrets
+
+    from engine.llm import LLM
+    from engine.request import SamplingParams
+
+    max_tokens, temperature, top_p, seed = sampling
+    params = SamplingParams(
+        max_tokens=max_tokens,
+        temperature=temperature,
+        top_p=top_p,
+        seed=secrets.randbits(32) if seed is None and temperature else seed,
+    )
+    llm = LLM(model, device=machine[0], threads=machine[1], max_num_seqs=1)
+    chat = not raw and llm.engine.model.template is not None
+    messages = ([{"role": "system", "content": system}] if system else []) + [{"role": "user", "content": text}]
+    for piece in llm.stream(llm.render(messages) if chat else text, params):
+        print(piece, end="", flush=True)
+    print()
+    if not quiet and temperature:
+        print(f"(seed {params.seed})", file=sys.stderr)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(app(result_action="return_value"))

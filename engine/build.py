@@ -1,0 +1,176 @@
+"""From settings to an engine: load, size, probe, record. The one place where "what suits the machine" is decided."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import torch
+
+from engine.compute.captures import captures_gap, clean_captures
+from engine.compute.runner import ModelRunner, kv_bytes_per_block
+from engine.config import ConfigError, EngineConfig
+from engine.control.limits import Limits
+from engine.engine import Engine, Progress
+from engine.loading import load_model
+from engine.loading.model import LoadedModel
+
+CPU_KV_BYTES = 4 * 2**30  # at most: more context than that is better asked for
+FREE_SHARE = 0.4  # of the memory that is free when the pool is sized
+
+_DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+
+
+def build(config: EngineConfig, progress: Progress | None = None) -> Engine:
+    """See ``Engine.from_config``."""
+    device = resolve_device(config.device)
+    dtype = resolve_dtype(config.dtype, device)
+    model = load_model(config.model)
+    return assemble(config, model, device, dtype, progress)
+
+
+def assemble(
+    config: EngineConfig,
+    model: LoadedModel,
+    device: str = "cpu",
+    dtype: torch.dtype = torch.float32,
+    progress: Progress | None = None,
+) -> Engine:
+    """An engine around a model that is loaded already."""
+    limits = settle(config, model, device, dtype)
+    runner = ModelRunner(model, limits, device=device, dtype=dtype, threads=config.threads, progress=progress)
+    runner.warm(progress)
+    return Engine(
+        limits,
+        runner,
+        eos_token_ids=model.eos_token_ids,
+        seed=config.seed,
+        model=model,
+        capacity=_capacity(model, limits, runner, device, dtype),
+    )
+
+
+def resolve_device(name: str) -> str:
+    """``auto`` is a GPU where this torch can use one. Raises ``ConfigError`` that says which torch is needed."""
+    if name == "auto":
+        return "cuda" if torch.cuda.is_available() else "cpu"
+    if name == "cuda" and not torch.cuda.is_available():
+        if torch.version.cuda is None:
+            raise ConfigError(
+                "device",
+                f"device is cuda, but torch {torch.__version__} is a CPU build: install the CUDA build of the same "
+                "version, or use --device cpu",
+            )
+        raise ConfigError("device", "device is cuda, but torch finds no usable GPU: check the driver with nvidia-smi")
+    return name
+
+
+def resolve_dtype(name: str, device: str) -> torch.dtype:
+    """``auto`` is fp32 on the CPU, where the answers are byte-identical in a crowd, and bf16 on a GPU."""
+    if name == "auto":
+        return torch.bfloat16 if device == "cuda" else torch.float32
+    if device == "cpu" and name != "float32":
+        raise ConfigError("dtype", f"dtype is {name}, but the CPU path computes in float32 only")
+    return _DTYPES[name]
+
+
+def settle(config: EngineConfig, model: LoadedModel, device: str, dtype: torch.dtype) -> Limits:
+    """Fills in what the settings left open. Raises ``ConfigError``."""
+    context = model.config.max_position_embeddings
+    max_model_len = config.max_model_len or context
+    if max_model_len > context:
+        raise ConfigError(
+            "max_model_len", f"max_model_len is {max_model_len}, but {model.name} knows {context} positions"
+        )
+    num_blocks = config.num_kv_blocks or _blocks_that_suit(config, model, max_model_len, device, dtype)
+    watermark = num_blocks // 100 if config.watermark is None else config.watermark
+    if watermark >= num_blocks:
+        raise ConfigError(
+            "watermark", f"watermark is {watermark} blocks, but must be below num_kv_blocks = {num_blocks}"
+        )
+    captures = (
+        ()
+        if config.enforce_eager
+        else clean_captures(
+            config.capture_rows,
+            config.capture_widths,
+            max_num_seqs=config.max_num_seqs,
+            max_model_len=_longest(max_model_len, num_blocks, config.block_size),
+            block_size=config.block_size,
+        )
+    )
+    return Limits(
+        num_blocks=num_blocks,
+        block_size=config.block_size,
+        max_num_seqs=config.max_num_seqs,
+        max_num_batched_tokens=config.max_num_batched_tokens,
+        max_model_len=max_model_len,
+        vocab_size=model.config.vocab_size,
+        watermark=watermark,
+        max_waiting=config.max_waiting,
+        persistent_batch=config.persistent_batch,
+        captures=captures,
+    )
+
+
+def _longest(max_model_len: int, num_blocks: int, block_size: int) -> int:
+    """The longest sequence that can exist: the context, or what the pool holds and one sampled token."""
+    return min(max_model_len, num_blocks * block_size + 1)
+
+
+def _blocks_that_suit(
+    config: EngineConfig, model: LoadedModel, max_model_len: int, device: str, dtype: torch.dtype
+) -> int:
+    """Room for every row at full length, or for what a share of the free memory holds, whichever is less.
+
+    At least one sequence of full length must fit, or the model's own context could not be served.
+    """
+    per_block = kv_bytes_per_block(model.config, config.block_size, dtype)
+    one = -(-max_model_len // config.block_size)
+    room = int(_free_bytes(device) * FREE_SHARE)
+    if device == "cpu":
+        room = min(room, CPU_KV_BYTES)
+    blocks = min(one * config.max_num_seqs, room // per_block)
+    if blocks < one:
+        raise ConfigError(
+            "max_model_len",
+            f"one sequence of {max_model_len} tokens needs {one * per_block / 2**20:.0f} MiB of KV cache, but "
+            f"{room / 2**20:.0f} MiB are to spare: lower max_model_len or set num_kv_blocks",
+        )
+    return blocks
+
+
+def _free_bytes(device: str) -> int:
+    if device == "cuda":
+        return int(torch.cuda.mem_get_info()[0])
+    meminfo = Path("/proc/meminfo")
+    if meminfo.exists():
+        for line in meminfo.read_text().splitlines():
+            if line.startswith("MemAvailable:"):
+                return int(line.split()[1]) * 1024
+    return 2 * CPU_KV_BYTES
+
+
+def _capacity(
+    model: LoadedModel, limits: Limits, runner: ModelRunner, device: str, dtype: torch.dtype
+) -> list[tuple[str, str]]:
+    tokens = limits.num_blocks * limits.block_size
+    kv_bytes = (limits.num_blocks + 1) * kv_bytes_per_block(model.config, limits.block_size, dtype)
+    longest = _longest(limits.max_model_len, limits.num_blocks, limits.block_size)
+    gap = captures_gap(
+        limits.captures, max_num_seqs=limits.max_num_seqs, max_model_len=longest, block_size=limits.block_size
+    )
+    graphs = f"{len(limits.captures)} shapes" + ("; every decode step replays" if gap is None else f"; {gap}")
+    if not limits.persistent_batch:
+        graphs += "; without the persistent batch, scattered rows run eagerly"
+    return [
+        ("model", f"{model.name} ({model.config.family}, {model.weight_types})"),
+        ("device", f"{device}, {str(dtype).removeprefix('torch.')}, {torch.get_num_threads()} threads"),
+        ("KV cache", f"{limits.num_blocks} blocks x {limits.block_size} = {tokens} tokens, {kv_bytes / 2**20:.0f} MiB"),
+        (
+            "context",
+            f"{limits.max_model_len} tokens; {tokens / limits.max_model_len:.1f} requests of that length at once",
+        ),
+        ("batch", f"{limits.max_num_seqs} rows, {limits.max_num_batched_tokens} tokens an iteration"),
+        ("recorded graphs", graphs),
+        ("byte identity", runner.probe_summary),
+    ]
