@@ -12,9 +12,11 @@ import os
 import platform
 import random
 import time
+from collections.abc import Callable
+from typing import Annotated
 
 import attrs
-from cyclopts import App
+from cyclopts import App, Parameter
 from rich.console import Console
 from rich.table import Table
 
@@ -39,12 +41,14 @@ class Case:
         return self.requests * self.output_tokens / self.wall
 
 
-def run_once(engine: Engine, prompts: list[list[int]], output_tokens: int) -> Case:
-    """Serves ``prompts`` at once, greedily. Raises ``RuntimeError`` when a step fails."""
+def run_once(
+    engine: Engine, prompts: list[list[int]], output_tokens: int, clock: Callable[[], float] = time.perf_counter
+) -> Case:
+    """Serves ``prompts`` at once, greedily; ``clock`` gives seconds. Raises ``RuntimeError`` when a step fails."""
     params = SamplingParams(max_tokens=output_tokens, temperature=0.0, ignore_eos=True)
     started: dict[int, float] = {}
     late = 0  # tokens sampled after every request had its first
-    begin = time.perf_counter()
+    begin = clock()
     for prompt in prompts:
         engine.submit(prompt, params)
     while engine.has_work:
@@ -52,7 +56,7 @@ def run_once(engine: Engine, prompts: list[list[int]], output_tokens: int) -> Ca
         record = engine.step()
         if record.error is not None:
             raise RuntimeError(record.error)
-        now = time.perf_counter()
+        now = clock()
         for request, _ in record.sampled:
             started.setdefault(request, now)
         if record.sampled:
@@ -86,7 +90,7 @@ def main(
     prompt_tokens: int = 64,
     output_tokens: int = 128,
     repeats: int = 3,
-    as_json: bool = False,
+    as_json: Annotated[bool, Parameter(name="--json", negative="")] = False,
 ) -> None:
     """Measures one stream and ``requests`` at once, and prints both with their ratio."""
     llm = LLM(model, device=device, threads=threads, max_num_seqs=max(requests, 1))
