@@ -1,0 +1,165 @@
+"""Workloads worth running: one shaping of them for two sources of choices, Hypothesis and a plain generator of numbers.
+
+Shaped, because unshaped workloads are empty: drawn freely, one run in fourteen preempts. So the pool is sized from the
+requests, lengths fall at block borders, prompts share named streams, and a swarm of switches is drawn first, each of which
+turns a whole kind of event off in one workload so that the others get room.
+
+Order matters for shrinking: every list of alternatives starts with the harmless one, and every switch's first value is
+"allowed", so that a shrunk workload keeps only what its failure needs.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable, Sequence
+from typing import Protocol, TypeVar
+
+import attrs
+
+from engine.trace import OUTSIDE, Abort, Event, FailStep, Shape, Submit, Workload
+
+T = TypeVar("T")
+
+
+class Source(Protocol):
+    """Where choices come from. The first or lowest choice is the simplest."""
+
+    def pick(self, options: Sequence[T]) -> T: ...
+
+    def number(self, low: int, high: int) -> int: ...
+
+    def many(self, make: Callable[[Source], T], low: int, high: int) -> list[T]: ...
+
+
+class RandomSource:
+    """Plain pseudo-random choices: fast, and the same workload for the same seed."""
+
+    def __init__(self, seed: int | str) -> None:
+        self._random = random.Random(seed)
+
+    def pick(self, options: Sequence[T]) -> T:
+        return options[int(self._random.random() * len(options))]
+
+    def number(self, low: int, high: int) -> int:
+        return low + int(self._random.random() * (high - low + 1))
+
+    def many(self, make: Callable[[Source], T], low: int, high: int) -> list[T]:
+        return [make(self) for _ in range(self.number(low, high))]
+
+
+@attrs.frozen
+class Swarm:
+    """What one workload may contain, and how densely."""
+
+    block_size: int
+    rows: int
+    aborts: bool
+    failures: bool
+    sharing: bool
+    stops: bool
+    priorities: bool
+    choices: bool
+    refusals: bool
+    long: bool
+    pressure: bool  # a pool that holds little more than the largest request
+    patience: int  # longest wait between two events
+
+
+def workload(source: Source) -> Workload:
+    swarm = _swarm(source)
+    least = source.pick((1, 4, 8))
+    events = tuple(source.many(lambda s: _event(s, swarm), least, 3 * least + 2))
+    return Workload(_shape(source, swarm, events), events)
+
+
+def _swarm(source: Source) -> Swarm:
+    allowed = (True, True, False)
+    return Swarm(
+        block_size=source.pick((2, 4, 1, 3)),
+        rows=source.pick((2, 3, 4, 1, 5, 6, 3)),
+        aborts=source.pick(allowed),
+        failures=source.pick((True, False, False, False)),
+        sharing=source.pick(allowed),
+        stops=source.pick(allowed),
+        priorities=source.pick(allowed),
+        choices=source.pick((True, False)),
+        refusals=source.pick((True, False, False, False)),
+        long=source.pick((False, True)),
+        pressure=source.pick((False, True)),
+        patience=source.pick((0, 2, 5)),
+    )
+
+
+def _event(source: Source, swarm: Swarm) -> Event:
+    wait = source.pick((0, 0, 1, swarm.patience)) if swarm.patience else 0
+    kinds = ["submit"] * 6 + ["abort"] * (2 * swarm.aborts) + ["fail"] * swarm.failures
+    kind = source.pick(kinds)
+    if kind == "abort":
+        return Abort(source.pick((wait, 1, 2, 4, 7)), source.pick((0, -1, -2, 1, 2, 3, 5)))
+    if kind == "fail":
+        return FailStep(source.pick((wait, 1, 3)), source.pick((1, 2)))
+    return _submit(source, swarm, wait)
+
+
+def _submit(source: Source, swarm: Swarm, wait: int) -> Submit:
+    prompt = _prompt(source, swarm)
+    max_tokens: int | None = _length(source, swarm, (2, 3, 5) if swarm.long else (1, 1, 2))
+    if swarm.refusals:
+        prompt, max_tokens = source.pick(((prompt, max_tokens), (prompt, max_tokens), *_unusual(prompt, max_tokens)))
+    stop_at = source.pick((None, source.number(1, max_tokens or 8) or 1)) if swarm.stops else None
+    return Submit(
+        wait,
+        prompt,
+        max_tokens,
+        stop_at=stop_at,
+        priority=source.pick((0, 0, 1, -1)) if swarm.priorities else 0,
+        min_tokens=source.pick((0, 0, 2, 5)) if stop_at is not None else 0,
+        n=source.pick((1, 1, 1, 2, 3)) if swarm.choices else 1,
+    )
+
+
+def _unusual(prompt: tuple[tuple[str, int], ...], max_tokens: int | None) -> tuple[tuple[tuple[tuple[str, int], ...], int | None], ...]:
+    """What the door must refuse, and the absent max_tokens that it must settle."""
+    return (((), max_tokens), ((*prompt, (OUTSIDE, 1)), max_tokens), (prompt, 0), (prompt, 100), (prompt, None), ((*prompt, ("a", 70)), 1))
+
+
+def _length(source: Source, swarm: Swarm, blocks: tuple[int, ...] = (1, 1, 2, 3)) -> int:
+    """At and around block borders, where off-by-one faults live."""
+    return max(1, source.pick(blocks) * swarm.block_size + source.pick((0, -1, 1)))
+
+
+def _prompt(source: Source, swarm: Swarm) -> tuple[tuple[str, int], ...]:
+    own = (source.pick("abcd"), _length(source, swarm))
+    if swarm.sharing and source.pick((False, True)):
+        return (("sys", swarm.block_size * source.pick((1, 2))), own)
+    return (own,)
+
+
+def _shape(source: Source, swarm: Swarm, events: tuple[Event, ...]) -> Shape:
+    submits = [event for event in events if isinstance(event, Submit)]
+    needs = sorted(_blocks(event, swarm.block_size) for event in submits) or [1]
+    total = sum(needs)
+    if swarm.pressure:
+        blocks = needs[-1] + source.pick((0, 1, 2, 3))
+    else:
+        blocks = needs[-1] + source.pick((min(total, 24), 0, max(1, total // 5), max(1, total // 4)))
+    if swarm.refusals:
+        blocks = source.pick((blocks, needs[len(needs) // 2]))
+    captured = list(range(1, swarm.rows + 1))
+    widest = max(needs)
+    return Shape(
+        blocks=blocks,
+        block_size=swarm.block_size,
+        rows=swarm.rows,
+        budget=source.pick((2048, 2048, swarm.rows, swarm.rows + 1, swarm.rows + 3, swarm.rows + 8)),
+        watermark=source.pick((0, 0, 0, 1, 2, blocks // 2)) % blocks,
+        max_model_len=source.pick((64, 64, 20)) if swarm.refusals else 64,
+        capture_rows=tuple(source.pick((captured, captured[-1:], captured[1::2], captured[:1], []))),
+        capture_widths=tuple(source.pick(([widest + 1], sorted({max(1, widest // 2), widest}), [max(1, widest - 1)]))),
+        persistent_batch=source.pick((True, True, False)),
+        max_waiting=source.pick((64, 64, 2, 4)) if swarm.refusals else 64,
+    )
+
+
+def _blocks(event: Submit, block_size: int) -> int:
+    return max(1, -(-(event.prompt_len + (event.max_tokens or 1) - 1) // block_size))

@@ -1,0 +1,315 @@
+"""The lockstep driver: one workload, engine and specification side by side, compared after every iteration.
+
+What it checks: that every decision, block, row, queue, launch, token and counter of the engine is what ``model_sim`` says,
+in the iteration in which it arises; that the engine keeps its own invariants; that everything is given back at the end; and
+that each caller was told what the same request alone is told. What it cannot check: a rule that is wrong on both sides, and
+whatever lies behind ``Plan``. Why the checks have teeth: each is proved by a fault that it sees alone or first (the matrix).
+
+Two ways to run: the first finding ends the run (default), or every check is judged alone to the end (``judge_all``).
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import attrs
+
+from engine.control.record import Ledger, StepRecord
+from engine.control.request import Refusal
+from engine.trace import VOCAB, Shape, Submit, Workload, prompt_tokens
+from model_sim.model import Model, Refused
+from properties import diff, solo
+from properties.checks import ALL, Fact, Finding, finding
+from properties.floors import Occurrences
+from properties.play import Stop, play
+from properties.rungs import LedgerRung, Rung
+from properties.tally import Caller, Totals, judge
+
+MakeRung = Callable[[Shape], Rung]
+
+
+@attrs.frozen
+class Step:
+    """One iteration as it happened. ``record`` is None where the engine did not step or raised."""
+
+    iteration: int  # from 1
+    events: tuple[str, ...]  # applied before it
+    step: dict[str, Any]  # what the specification did
+    after: dict[str, Any]  # the specification's state after it
+    record: StepRecord | None = None
+    ledger: Ledger | None = None
+
+
+@attrs.frozen
+class Run:
+    """What came of a workload. ``findings`` holds the first finding of each check that fired, in order of iteration."""
+
+    steps: tuple[Step, ...]
+    findings: tuple[Finding, ...]
+    occurred: Counter[str]
+    callers: dict[int, Caller]
+    late: tuple[str, ...] = ()  # events after the last iteration
+
+    @property
+    def first(self) -> Finding | None:
+        return self.findings[0] if self.findings else None
+
+
+def run(
+    workload: Workload,
+    *,
+    checks: frozenset[str] = ALL,
+    make_rung: MakeRung | None = LedgerRung,
+    until: int | None = None,
+    judge_all: bool = False,
+) -> Run:
+    """Runs a workload. ``until`` stops after so many iterations; the end is then not judged.
+
+    Without a rung the specification runs alone: a timeline, and nothing to compare.
+    """
+    rung = None if make_rung is None else make_rung(workload.shape)
+    lockstep = Lockstep(workload, rung, checks, until, judge_all)
+    try:
+        play(workload, lockstep)
+        lockstep.finish()
+    except Stop:
+        pass
+    return lockstep.result()
+
+
+def model_of(shape: Shape) -> Model:
+    return Model(
+        blocks=shape.blocks,
+        block_size=shape.block_size,
+        rows=shape.rows,
+        budget=shape.budget,
+        max_model_len=shape.max_model_len,
+        vocab=VOCAB,
+        watermark=shape.watermark,
+        max_waiting=shape.max_waiting,
+        persistent_batch=shape.persistent_batch,
+        captures=shape.captures,
+    )
+
+
+class Lockstep:
+    """A target that is both sides at once."""
+
+    def __init__(
+        self, workload: Workload, rung: Rung | None, checks: frozenset[str], until: int | None, judge_all: bool
+    ) -> None:
+        self._checks = checks | {"raises"}  # nothing goes on after an exception, whoever is looking
+        self._until, self._judge_all = until, judge_all
+        self._rung = rung  # None once it raised, or when the specification runs alone
+        self._model = model_of(workload.shape)
+        self._limit = limit(workload)
+        self._iteration = 0
+        self._submitted = 0
+        self._failing = 0
+        self._events: list[str] = []
+        self._steps: list[Step] = []
+        self._findings: dict[str, Finding] = {}
+        self._callers: dict[int, Caller] = {}
+        self._totals = Totals()
+        self._occurrences = Occurrences(workload.shape)
+        self._state: dict[str, Any] = self._model.state()
+
+    # The target ------------------------------------------------------------------------------------------------------
+
+    @property
+    def has_work(self) -> bool:
+        if self._rung is None:
+            return self._model.has_work
+        engine = self._rung.has_work
+        if engine == self._model.has_work or not self._watching("drain"):
+            return engine or self._model.has_work
+        sides = ("has work left", "has none")
+        fact = Fact("work", *(sides if engine else sides[::-1]))
+        self._found(Finding("drain", self._iteration, "only one side has work left", (fact,)))
+        return engine or self._model.has_work
+
+    def note(self, label: str) -> None:
+        self._events.append(label)
+
+    def submit(self, event: Submit) -> None:
+        first_id, self._submitted = self._submitted, self._submitted + event.n
+        mine: object = None
+        theirs: object
+        refused: str | None = None
+        settled = event.max_tokens or 0
+        try:
+            if (rung := self._rung) is not None:
+                mine = list(self._guarded(lambda: rung.submit(event, first_id), self._iteration + 1))
+        except Refusal as refusal:
+            mine = refused = refusal.reason
+        self._totals.submitted(event.n, refused)
+        try:
+            theirs = self._model.submit(
+                prompt_tokens(event.prompt),
+                event.max_tokens,
+                priority=event.priority,
+                stop_ids=solo.stop_ids(first_id, event),
+                min_tokens=event.min_tokens,
+                n=event.n,
+            )
+            settled = event.max_tokens or most_tokens(self._occurrences.shape, event.prompt_len)
+            for request in theirs:
+                self._callers[request] = Caller.of(request, first_id, event, settled)
+        except Refused as refusal:
+            theirs = refusal.reason
+            self._occurrences.refused(refusal.reason)
+        if self._rung is not None and mine != theirs and self._watching("decisions"):
+            fact = Fact(f"submit r{first_id}", _answer(mine), _answer(theirs))
+            self._found(Finding("decisions", self._iteration + 1, "the door differs", (fact,)))
+
+    def abort(self, request: int) -> None:
+        self._occurrences.abort(request, self._state)
+        if (rung := self._rung) is not None:
+            self._guarded(lambda: rung.abort(request), self._iteration + 1)
+        self._model.abort(request)
+
+    def fail(self, count: int) -> None:
+        self._failing += count
+
+    def step(self) -> None:
+        self._iteration += 1
+        fails, self._failing = self._failing > 0, max(0, self._failing - 1)
+        before = self._state
+        step: dict[str, Any] = {}
+        if self._model.has_work:
+            step = self._model.step(solo.token, fails)
+            self._state = self._model.state()
+            self._occurrences.step(step, before, self._state)
+        record: Any = None
+        ledger: Any = None
+        if (rung := self._rung) is not None and rung.has_work:
+            try:
+                record = self._guarded(lambda: rung.step(fails=fails), self._iteration)
+                ledger = rung.ledger()
+            finally:
+                self._keep(step, record, ledger)
+            self._compare(rung, record, ledger, step, before)
+        else:
+            self._keep(step, record, ledger)
+        for request, token in step.get("sampled", ()):
+            self._callers[request].tokens.append(token)
+        if self._iteration == self._until:
+            raise Stop
+        if self._iteration >= self._limit:
+            if self._watching("drain"):
+                self._found(Finding("drain", self._iteration, f"work is left after {self._limit} iterations"))
+            raise Stop
+
+    # Comparing ---------------------------------------------------------------------------------------------------
+
+    def _keep(self, step: dict[str, Any], record: StepRecord | None, ledger: Ledger | None) -> None:
+        self._steps.append(Step(self._iteration, tuple(self._events), step, self._state, record, ledger))
+        self._events.clear()
+
+    def _compare(
+        self, rung: Rung, record: StepRecord, ledger: Ledger, step: dict[str, Any], before: dict[str, Any]
+    ) -> None:
+        self._totals.add(record, self._callers)
+        if self._watching("audit"):
+            messages = rung.audit()
+            if messages:
+                facts = tuple(Fact("audit", message, "") for message in messages[1:])
+                self._found(Finding("audit", self._iteration, messages[0], facts))
+        if step:
+            for check, facts in self._diffs(record, ledger, step, before):
+                found = finding(check, self._iteration, facts)
+                if found is not None:
+                    self._found(found)
+        if self._watching("counters"):
+            found = finding("counters", self._iteration, self._totals.differ(rung.counters, record, self._callers))
+            if found is not None:
+                self._found(found)
+
+    def _diffs(
+        self, record: StepRecord, ledger: Ledger, step: dict[str, Any], before: dict[str, Any]
+    ) -> Iterator[tuple[str, tuple[Fact, ...]]]:
+        if self._watching("decisions"):
+            yield "decisions", diff.decisions(record, step)
+        if self._watching("ledger"):
+            yield "ledger", diff.ledger(record, ledger, step, self._state)
+        if self._watching("rows"):
+            yield "rows", diff.rows(record, ledger, step, before, self._state)
+        if self._watching("replay"):
+            yield "replay", diff.replay(record, step)
+        if self._watching("tokens"):
+            yield "tokens", diff.tokens(record, step, self._callers)
+
+    def finish(self) -> None:
+        """Judges the end: everything given back, every caller told what the request alone is told."""
+        if self._rung is None:
+            return
+        if self._watching("solo"):
+            facts = tuple(fact for caller in self._callers.values() for fact in judge(caller))
+            found = finding("solo", self._iteration, facts)
+            if found is not None:
+                self._found(found)
+        if self._watching("drain"):
+            left = self._rung.ledger()
+            blank = len(self._model.state()["blank"])
+            found = finding("drain", self._iteration, _held_at_end(left, blank))
+            if found is not None:
+                self._found(found)
+
+    def _watching(self, check: str) -> bool:
+        return check in self._checks and check not in self._findings
+
+    def _found(self, found: Finding) -> None:
+        self._findings[found.check] = found
+        if not self._judge_all:
+            raise Stop
+
+    def _guarded(self, call: Callable[[], Any], iteration: int) -> Any:
+        """Any exception but the door's is a finding, and the engine is left alone after it."""
+        try:
+            return call()
+        except (Refusal, Stop):
+            raise
+        except Exception as error:  # noqa: BLE001 - the engine under test may raise whatever it likes
+            self._rung = None
+            self._findings["raises"] = Finding("raises", iteration, f"{type(error).__name__}: {error}")
+            raise Stop from error
+
+    def result(self) -> Run:
+        found = tuple(sorted(self._findings.values(), key=lambda f: f.iteration))  # stable: ties stay in order of finding
+        return Run(tuple(self._steps), found, self._occurrences.counts(), self._callers, tuple(self._events))
+
+
+def most_tokens(shape: Shape, prompt_len: int) -> int:
+    """What an absent max_tokens means: the most that both limits allow (rule 1)."""
+    return min(shape.max_model_len - prompt_len, shape.blocks * shape.block_size + 1 - prompt_len)
+
+
+def limit(workload: Workload) -> int:
+    """More iterations than any lawful run of this workload needs: a livelock ends here."""
+    longest = workload.shape.max_model_len
+    tokens = sum(
+        event.n * min(longest, event.prompt_len + (event.max_tokens or longest))
+        for event in workload.events
+        if isinstance(event, Submit)
+    )
+    return 64 + sum(event.wait for event in workload.events) + 10 * tokens
+
+
+def _held_at_end(left: Ledger, blocks: int) -> tuple[Fact, ...]:
+    return tuple(
+        Fact(name, mine, theirs)
+        for name, mine, theirs in (
+            ("waiting", str(left.waiting), "()"),
+            ("running", str(left.running), "()"),
+            ("tables", str(left.tables), "{}"),
+            ("rows", str(left.rows), "{}"),
+            ("blank blocks", str(len(left.blank)), str(blocks)),
+        )
+        if mine != theirs
+    )
+
+
+def _answer(answer: object) -> str:
+    return f"refused: {answer}" if isinstance(answer, str) else f"accepted {answer}"

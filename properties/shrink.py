@@ -1,0 +1,115 @@
+"""A reducer on the value itself: what Hypothesis cannot shrink (saved files, the hunter's finds, recorded traffic), this can.
+
+Greedy: try smaller workloads in an order from coarse to fine (drop events, then simplify the shape, then single fields), keep
+each one that still fails with the same check, and start over until nothing smaller fails. No randomness: the same file
+shrinks to the same file.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import fields, replace
+from typing import Any
+
+from engine.trace import Abort, Event, FailStep, FormatError, Shape, Submit, Workload
+
+Fails = Callable[[Workload], bool]
+
+_SIMPLEST: dict[str, Any] = {
+    "budget": 2048,
+    "watermark": 0,
+    "max_model_len": 64,
+    "max_waiting": 64,
+    "capture_rows": (),
+    "capture_widths": (),
+    "persistent_batch": True,
+}
+
+
+def shrink(workload: Workload, fails: Fails, *, budget: int = 5000) -> tuple[Workload, int]:
+    """The smallest workload found that still fails, and how many were tried. ``budget`` bounds the tries."""
+    tries = 0
+    smaller = True
+    while smaller:
+        smaller = False
+        for candidate in _candidates(workload):
+            if tries >= budget:
+                return workload, tries
+            tries += 1
+            if fails(candidate):
+                workload, smaller = candidate, True
+                break
+    return workload, tries
+
+
+def _candidates(workload: Workload) -> Iterator[Workload]:
+    """Ever smaller neighbours; every one is strictly simpler, so the loop ends."""
+    events = workload.events
+    size = len(events)
+    span = size // 2
+    while span:  # halves, quarters, ... single events
+        for at in range(0, size, span):
+            yield replace(workload, events=events[:at] + events[at + span :])
+        span //= 2
+    for shape in _shapes(workload.shape):
+        yield replace(workload, shape=shape)
+    for at, event in enumerate(events):
+        for simpler in _events(event):
+            yield replace(workload, events=(*events[:at], simpler, *events[at + 1 :]))
+
+
+def _shapes(shape: Shape) -> Iterator[Shape]:
+    changes: list[dict[str, Any]] = [
+        {name: simplest} for name, simplest in _SIMPLEST.items() if getattr(shape, name) != simplest
+    ]
+    for name in ("capture_rows", "capture_widths"):
+        listed = getattr(shape, name)
+        changes += [{name: listed[:at] + listed[at + 1 :]} for at in range(len(listed))]
+    for name, least in (("blocks", 1), ("rows", 1), ("block_size", 1), ("watermark", 0)):
+        changes += [{name: value} for value in _lower(getattr(shape, name), least)]
+    if shape.budget != _SIMPLEST["budget"]:
+        changes += [{"budget": value} for value in _lower(shape.budget, shape.rows)]
+    for change in changes:
+        try:
+            yield replace(shape, **change)
+        except FormatError:
+            continue
+
+
+def _events(event: Event) -> Iterator[Event]:
+    for wait in _lower(event.wait, 0):
+        yield replace(event, wait=wait)
+    match event:
+        case Submit():
+            yield from _submits(event)
+        case Abort():
+            for of in _lower(abs(event.of), 0):
+                yield replace(event, of=of)
+        case FailStep():
+            for count in _lower(event.count, 1):
+                yield replace(event, count=count)
+
+
+def _submits(event: Submit) -> Iterator[Submit]:
+    for item in fields(Submit):
+        if item.name not in ("wait", "prompt", "max_tokens") and getattr(event, item.name) != item.default:
+            yield replace(event, **{item.name: item.default})
+    if len(event.prompt) > 1:
+        for at in range(len(event.prompt)):
+            yield replace(event, prompt=event.prompt[:at] + event.prompt[at + 1 :])
+    for at, (stream, length) in enumerate(event.prompt):
+        for shorter in _lower(length, 1):
+            yield replace(event, prompt=(*event.prompt[:at], (stream, shorter), *event.prompt[at + 1 :]))
+        if stream > "a" and len(event.prompt) == 1:
+            yield replace(event, prompt=(("a", length),))
+    for name, least in (("max_tokens", 1), ("stop_at", 1), ("min_tokens", 0), ("n", 1)):
+        value = getattr(event, name)
+        if value is not None:
+            for lower in _lower(value, least):
+                yield replace(event, **{name: lower})
+
+
+def _lower(value: int, least: int) -> Iterator[int]:
+    """Smaller values, the smallest first; then by halves, then by one."""
+    if value > least:
+        yield from dict.fromkeys((least, (value + least) // 2, value - 1))

@@ -1,0 +1,142 @@
+"""The harness's own bookkeeping: what each caller was told, and what the engine's totals must add up to.
+
+Callers are judged against the solo oracle, totals against the engine's own records. Whether the records are right is for
+the other checks; so a wrong decision is not reported here a second time.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+
+import attrs
+
+from engine.control.counters import Counters
+from engine.control.plan import Replay
+from engine.control.record import Finished, StepRecord
+from engine.trace import Submit, prompt_tokens
+from properties import solo
+from properties.checks import Fact, differing
+
+
+@attrs.define
+class Caller:
+    """One accepted request from the caller's side. ``tokens`` is prompt plus generated, as the specification has it."""
+
+    request: int
+    prompt_len: int
+    tokens: list[int]
+    max_tokens: int
+    min_tokens: int
+    stops: frozenset[int]
+    delivered: list[int] = attrs.field(factory=list)  # as the engine's records had it
+    ends: list[Finished] = attrs.field(factory=list)
+    preempted: int = 0
+    recomputed: int = 0
+    replayed: int = 0
+    first: int | None = None
+
+    @classmethod
+    def of(cls, request: int, first_id: int, event: Submit, max_tokens: int) -> Caller:
+        prompt = list(prompt_tokens(event.prompt))
+        return cls(request, len(prompt), prompt, max_tokens, event.min_tokens, solo.stop_ids(first_id, event))
+
+
+def judge(caller: Caller) -> tuple[Fact, ...]:
+    """Against the request alone. An abort or an error may cut the run short: then a prefix was told, and that is said."""
+    alone = solo.outcome(caller.request, caller.stops, caller.min_tokens, caller.max_tokens)
+    name = f"r{caller.request}"
+    if len(caller.ends) != 1:
+        return (Fact(f"{name} ends", f"told {len(caller.ends)} times", "told once"),)
+    end = caller.ends[0]
+    told = tuple(caller.delivered)
+    cut = end.reason in ("abort", "error")
+    usage = (end.facts.prompt_tokens, end.facts.generated_tokens) if end.facts else None
+    return differing(
+        [
+            (f"{name} tokens", told, alone.tokens[: len(told)] if cut else alone.tokens),
+            (f"{name} reason", end.reason, end.reason if cut else alone.reason),
+            (f"{name} stop token", end.stop, None if cut else alone.stop),
+            (f"{name} usage", usage, (caller.prompt_len, len(told))),
+        ]
+    )
+
+
+@attrs.define
+class Totals:
+    """What ``engine.counters`` must show, summed from records and refusals."""
+
+    expected: Counters = attrs.field(factory=Counters)
+
+    def submitted(self, n: int, refused: str | None) -> None:
+        self.expected.submitted += n
+        if refused is not None:
+            self.expected.refused[refused] += n
+
+    def add(self, record: StepRecord, callers: dict[int, Caller]) -> None:
+        """Sums one record, and notes in ``callers`` what each of them was told."""
+        total, plan = self.expected, record.plan
+        total.iterations += 1
+        total.preemptions += len(record.preempted)
+        for request in record.preempted:
+            if request in callers:
+                callers[request].preempted += 1
+        for seat in plan.seated:
+            if seat.request in callers and callers[seat.request].first is None:
+                callers[seat.request].first = record.iteration
+        if record.error is None:
+            self._forward(record, callers)
+        else:
+            total.failed_steps += 1
+        for end in (*record.aborted, *record.finished):
+            total.finished[end.reason] += 1
+            if end.request in callers:
+                callers[end.request].ends.append(end)
+
+    def _forward(self, record: StepRecord, callers: dict[int, Caller]) -> None:
+        total, plan = self.expected, record.plan
+        total.forward_iterations += bool(plan.chunks or plan.decodes)
+        for chunk in plan.chunks:
+            total.prefill_tokens += len(chunk.tokens)
+            caller = callers.get(chunk.request)
+            if caller is not None and caller.preempted:
+                caller.recomputed += len(chunk.tokens)
+                total.recomputed_tokens += len(chunk.tokens)
+        total.forward_tokens += sum(len(chunk.tokens) for chunk in plan.chunks) + len(plan.decodes)
+        total.row_moves += len(plan.moves)
+        total.decode_steps += bool(plan.decodes)
+        if isinstance(plan.launch, Replay):
+            total.replays[plan.launch.rows, plan.launch.width] += 1
+            total.padded_rows += plan.launch.padding
+            for decode in plan.decodes:
+                if decode.request in callers:
+                    callers[decode.request].replayed += 1
+        elif plan.launch is not None:
+            total.eager[plan.launch.reason] += 1
+        total.sampled_tokens += len(record.sampled)
+        for request, got in record.sampled:
+            if request in callers:
+                callers[request].delivered.append(got.token)
+
+    def differ(self, counters: Counters, record: StepRecord, callers: dict[int, Caller]) -> tuple[Fact, ...]:
+        pairs: list[tuple[str, object, object]] = []
+        if counters != self.expected:
+            for name in (a.name for a in attrs.fields(Counters)):
+                pairs.append((name, _plain(getattr(counters, name)), _plain(getattr(self.expected, name))))
+        for end in (*record.aborted, *record.finished):
+            caller = callers.get(end.request)
+            if caller is None or end.facts is None:
+                continue
+            facts = end.facts
+            pairs.append(
+                (
+                    f"facts of r{end.request}",
+                    (facts.preemptions, facts.recomputed_tokens, facts.replayed_steps, facts.first_iteration),
+                    (caller.preempted, caller.recomputed, caller.replayed, caller.first),
+                )
+            )
+            pairs.append((f"last iteration of r{end.request}", facts.last_iteration, record.iteration))
+        return differing(pairs)
+
+
+def _plain(value: object) -> object:
+    return dict(sorted(value.items())) if isinstance(value, Counter) else value
