@@ -1,0 +1,220 @@
+"""Attention over the block table in absolute tiles: the same numbers are added in the same order, whoever else is there.
+
+For one query and one head, with the context cut into tiles of TILE positions counted from position 0:
+
+    m       = max over all visible positions                      (exact, so its order does not matter)
+    w[j]    = exp(s[j] - m), exactly 0 where j is not visible
+    l, o    = sum over tiles, ascending, one after the other, of   sum_j w[j]   and   sum_j w[j] v[j]
+    out     = o / l
+
+Inside a tile the sums are one library call whose bits do not depend on the batch (probed at start); between tiles they are
+plain additions. A tile without a visible position adds +0 and leaves every bit as it was, so wide, padded tables give the
+result of narrow ones. Positions outside the context are read from the pool's zero block, never from stale memory.
+
+Grouped queries: the query heads that share a K/V head are rows of one product.
+"""
+
+from __future__ import annotations
+
+from typing import Protocol
+
+import attrs
+import torch
+from torch import Tensor
+
+from engine.compute.arena import Arena
+from engine.compute.graphs import Do
+from engine.compute.kernels import (
+    add_tiles,
+    batched_product,
+    context_rows,
+    copy,
+    divide,
+    mask_future,
+    mask_past_window,
+    scale,
+    select_rows,
+    softmax_weights,
+)
+from engine.compute.kv import KVPool
+from engine.compute.probe import Ladder
+from engine.compute.tiles import TILE, tiles_for
+from engine.loading.model import ModelConfig
+
+
+class Take(Protocol):
+    def __call__(self, name: str, *shape: int, dtype: torch.dtype) -> Tensor: ...
+
+
+@attrs.frozen(eq=False)
+class Context:
+    """What attention reads for R rows and nt tiles, shared by all layers of a step.
+
+    ``rows`` int64 [2, nt, R, kv_heads, TILE] are cache rows of keys and values; ``lanes`` int64 [nt * TILE] the positions
+    0, 1, ...; ``hidden`` bool [queries, nt * TILE] says which of them a query must not see, by window of the layer.
+    """
+
+    tiles: int
+    rows: Tensor
+    hidden: dict[int | None, Tensor]
+
+
+@attrs.frozen
+class Span:
+    """A run of positions ``start .. start + count - 1`` of one request, at ``first`` in the batch's tokens.
+
+    ``table`` is int64 [1, blocks] on the compute device.
+    """
+
+    first: int
+    count: int
+    start: int
+    table: Tensor
+
+
+class Attention:
+    """Builds the calls of attention; scratch comes from the arena, so that decode and prefill share it."""
+
+    def __init__(self, config: ModelConfig, pool: KVPool, ladder: Ladder, arena: Arena, max_positions: int) -> None:
+        device = pool.layers[0].device
+        self._kv_heads, self._group = config.num_kv_heads, config.num_heads // config.num_kv_heads
+        self._dim, self._scale = config.head_dim, config.head_dim**-0.5
+        self._pool, self._ladder, self._arena = pool, ladder, arena
+        self._windows = sorted({w for w in config.sliding_windows if w is not None and w < max_positions})
+        self._lanes = torch.arange(tiles_for(max_positions) * TILE, device=device)
+        heads = torch.arange(config.num_kv_heads, device=device) * pool.block_size
+        self._offsets = torch.stack([heads, heads + pool.value_offset])  # [2, kv_heads], from a slot to its cache rows
+        self._query_rows = ladder.rung(max(ladder.rungs[-1], self._group))
+
+    @property
+    def offsets(self) -> Tensor:
+        """int64 [2, kv_heads]: what leads from a slot to the cache rows of its keys and values."""
+        return self._offsets
+
+    # Once per step -------------------------------------------------------------------------------------------------
+
+    def context(self, do: Do, take: Take, tables: Tensor, last: Tensor, queries: Tensor, positions: int) -> Context:
+        """Cache rows and masks for ``positions`` lanes (rounded up to tiles) of the requests in ``tables`` [R, W].
+
+        ``last`` int64 [R] is each request's last position in the pool; ``queries`` int64 [q] are the positions that ask.
+        ``take(name, *shape, dtype=...)`` makes the buffers: the arena's for a step that is recorded.
+        """
+        rows, width = tables.shape
+        tiles = tiles_for(positions)
+        lanes = self._lanes[: tiles * TILE]
+        block_of = (lanes // self._pool.block_size).clamp_(max=width - 1)
+        offset_of = lanes % self._pool.block_size
+        base = take("context base", rows, tiles * TILE, dtype=torch.int64)
+        outside = take("context outside", rows, tiles * TILE, dtype=torch.bool)
+        cache_rows = take("context rows", 2, tiles, rows, self._kv_heads, TILE, dtype=torch.int64)
+        do(
+            context_rows,
+            (tables, last[:, None], lanes, block_of, offset_of),
+            (self._pool.kv_heads * self._pool.block_size, self._pool.zero_row, self._offsets[:, None, None, :, None]),
+            base,
+            outside,
+            (_by_tile(base)[None, :, :, None], _by_tile(outside)[None, :, :, None], cache_rows),
+        )
+        hidden: dict[int | None, Tensor] = {None: outside}
+        if queries is not last:
+            hidden[None] = take("hidden", len(queries), tiles * TILE, dtype=torch.bool)
+            do(mask_future, lanes, queries[:, None], hidden[None])
+        for window in self._windows:
+            hidden[window] = take(f"hidden {window}", len(queries), tiles * TILE, dtype=torch.bool)
+            floor = take("window floor", len(queries), 1, dtype=torch.int64)
+            do(mask_past_window, lanes, queries[:, None], window, hidden[None], floor, hidden[window])
+        return Context(tiles, cache_rows, hidden)
+
+    def _hidden(self, context: Context, window: int | None) -> Tensor:
+        """A window that no position can leave masks nothing."""
+        return context.hidden[window if window in context.hidden else None]
+
+    def _gather(self, do: Do, context: Context, layer: int) -> tuple[Tensor, Tensor]:
+        """Keys and values of ``context``, each fp32 [nt, R, kv_heads, TILE, dim]."""
+        shape = (*context.rows.shape, self._dim)
+        cache = self._pool.rows[layer]
+        gathered = self._arena.take("gathered", *shape, dtype=cache.dtype)
+        do(select_rows, cache, context.rows.view(-1), gathered.view(-1, self._dim))
+        if cache.dtype != torch.float32:
+            wide = self._arena.take("gathered wide", *shape)
+            do(copy, gathered, wide)
+            gathered = wide
+        return gathered[0], gathered[1]
+
+    # Once per layer ------------------------------------------------------------------------------------------------
+
+    def decode(self, do: Do, context: Context, layer: int, window: int | None, queries: Tensor, out: Tensor) -> None:
+        """One query per request: ``queries`` [R, heads, dim] to ``out`` [R, heads, dim]; all heads of all tiles at once."""
+        rows, tiles, heads, group, dim = len(queries), context.tiles, self._kv_heads, self._group, self._dim
+        count = self._ladder.rung(group)
+        keys, values = self._gather(do, context, layer)
+        take = self._arena.take
+        scaled = take("queries", tiles, rows, heads, count, dim)
+        do(
+            scale,
+            queries.view(1, rows, heads, group, dim).expand(tiles, -1, -1, -1, -1),
+            self._scale,
+            scaled[..., :group, :],
+        )
+        scores = take("scores", tiles, rows, heads, count, TILE)
+        items = tiles * rows * heads
+        flat = scores.view(items, count, TILE)
+        do(batched_product, scaled.view(items, count, dim), keys.reshape(items, TILE, dim).transpose(1, 2), flat)
+        peak = take("peak", 1, rows, heads, count, 1)
+        sums = take("tile sums", tiles, rows, heads, count)
+        hidden = _by_tile(self._hidden(context, window))[:, :, None, None]  # [nt, R, 1, 1, TILE]
+        do(softmax_weights, scores, (0, 4), ((scores, hidden),), peak, sums)
+        partial = take("tile values", tiles, rows, heads, count, dim)
+        do(batched_product, flat, values.reshape(items, TILE, dim), partial.view(items, count, dim))
+        total, weight = take("total", rows, heads, count, dim), take("weight", rows, heads, count)
+        do(add_tiles, tuple(partial), total)
+        do(add_tiles, tuple(sums), weight)
+        do(divide, total[:, :, :group], weight[:, :, :group, None], out.view(rows, heads, group, dim))
+
+    def prefill(
+        self, do: Do, context: Context, span: Span, layer: int, window: int | None, queries: Tensor, out: Tensor
+    ) -> None:
+        """Many queries of one request: ``queries`` [count, heads, dim] to ``out``, in blocks of queries."""
+        keys, values = (part[:, 0] for part in self._gather(do, context, layer))  # [nt, kv_heads, TILE, dim]
+        hidden = self._hidden(context, window)
+        step = max(1, self._query_rows // self._group)
+        for begin in range(0, span.count, step):
+            end = min(begin + step, span.count)
+            tiles = tiles_for(span.start + end)  # later tiles are invisible to all of these queries
+            # Tiles that every one of these queries sees whole need no mask, unless there is a window.
+            seen = (span.start + begin + 1) // TILE if hidden is context.hidden[None] else 0
+            masks = hidden[begin:end, seen * TILE : tiles * TILE]
+            self._query_block(do, queries[begin:end], (keys[:tiles], values[:tiles]), (seen, masks), out[begin:end])
+
+    def _query_block(
+        self, do: Do, queries: Tensor, kv: tuple[Tensor, Tensor], mask: tuple[int, Tensor], out: Tensor
+    ) -> None:
+        """A few queries against all their tiles; ``mask`` is the first tile with hidden lanes, and bool [queries, lanes]."""
+        (keys, values), (seen, hidden) = kv, mask
+        tiles, (length, heads, group, dim) = len(keys), (len(queries), self._kv_heads, self._group, self._dim)
+        used, count = length * group, self._ladder.rung(length * group)
+        take = self._arena.take
+        scaled = take("queries", heads, count, dim)
+        by_head = queries.view(length, heads, group, dim).transpose(0, 1)
+        do(scale, by_head, self._scale, scaled[:, :used].unflatten(1, (length, group)))
+        scores, sums = take("scores", heads, tiles, count, TILE), take("tile sums", heads, tiles, count)
+        partial, peak = take("tile values", heads, tiles, count, dim), take("peak", heads, 1, count, 1)
+        for head in range(heads):
+            do(batched_product, scaled[head].expand(tiles, -1, -1), keys[:, head].transpose(1, 2), scores[head])
+        masked = ()
+        if seen < tiles:
+            lanes = scores[:, seen:, :used].unflatten(2, (length, group))  # [heads, nt', length, group, TILE]
+            masked = ((lanes, _by_tile(hidden)[None, :, :, None]),)
+        do(softmax_weights, scores, (1, 3), masked, peak, sums)
+        for head in range(heads):
+            do(batched_product, scores[head], values[:, head], partial[head])
+        total, weight = take("total", heads, count, dim), take("weight", heads, count)
+        do(add_tiles, partial.unbind(1), total)
+        do(add_tiles, sums.unbind(1), weight)
+        by_query = (total[:, :used].unflatten(1, (length, group)), weight[:, :used, None].unflatten(1, (length, group)))
+        do(divide, *by_query, out.view(length, heads, group, dim).transpose(0, 1))
+
+
+def _by_tile(lanes: Tensor) -> Tensor:
+    """[n, nt * TILE] seen as [nt, n, TILE]."""
+    return lanes.unflatten(1, (-1, TILE)).transpose(0, 1)

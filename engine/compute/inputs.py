@@ -1,0 +1,87 @@
+"""The static inputs of decode steps, each with the value that its padded rows hold.
+
+    row        0 .. n-1                         n .. rows-1 (padding)
+    tokens     the row's last token             0
+    positions  where it sits                    0
+    slots      where its K/V goes               the trash block's first
+    tables     its block table, rest is trash   the trash block
+
+So a padded row computes something finite, reads and writes the trash block only, and nobody reads its logits. The
+declaration is a table, so that a test can poison every buffer and see that nothing of it survives ``fill``.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import attrs
+import numpy as np
+import numpy.typing as npt
+import torch
+from torch import Tensor
+
+from engine.compute.decoder import Tokens
+from engine.compute.kv import KVPool
+
+
+@attrs.frozen
+class Padding:
+    """One static buffer: its name, whether it has a column per block of the table, and its value in padded rows."""
+
+    name: str
+    wide: bool
+    fill: int
+
+
+def declare(pool: KVPool) -> tuple[Padding, ...]:
+    return (
+        Padding("tokens", False, 0),
+        Padding("positions", False, 0),
+        Padding("slots", False, pool.trash_slot),
+        Padding("tables", True, pool.trash_block),
+    )
+
+
+class StaticInputs:
+    """Buffers of ``rows`` rows and tables of ``width`` blocks, int64. On CUDA they are filled through pinned copies."""
+
+    def __init__(self, rows: int, width: int, pool: KVPool, device: torch.device) -> None:
+        self.padding = declare(pool)
+        cuda = device.type == "cuda"
+        self.host: dict[str, Tensor] = {}
+        self.device: dict[str, Tensor] = {}
+        for entry in self.padding:
+            shape = (rows, width) if entry.wide else (rows,)
+            host = torch.full(shape, entry.fill, dtype=torch.int64, pin_memory=cuda)
+            self.host[entry.name] = host
+            self.device[entry.name] = host.to(device) if cuda else host
+
+    def fill(self, values: dict[str, npt.NDArray[np.int64]], rows: int, width: int) -> None:
+        """Writes n rows of ``values`` and pads to ``rows``; every cell of the shape (rows, width) is written.
+
+        Raises ``ValueError`` when a value has more rows than the shape.
+        """
+        for entry in self.padding:
+            value = values[entry.name]
+            n = len(value)
+            if n > rows:
+                raise ValueError(f"{entry.name} has {n} rows, but the step has {rows}")
+            host = self._view(self.host, entry, rows, width)
+            host[:n] = torch.from_numpy(np.ascontiguousarray(value[:, :width] if entry.wide else value))
+            host[n:] = entry.fill
+            if self.device[entry.name] is not self.host[entry.name]:
+                self._view(self.device, entry, rows, width).copy_(host, non_blocking=True)
+
+    def step(self, rows: int, width: int) -> tuple[Tokens, Tensor]:
+        """The device buffers as a step of this shape sees them: tokens and tables [rows, width]."""
+        views = {entry.name: self._view(self.device, entry, rows, width) for entry in self.padding}
+        return Tokens(views["tokens"], views["positions"], views["slots"]), views["tables"]
+
+    @staticmethod
+    def _view(buffers: dict[str, Tensor], entry: Padding, rows: int, width: int) -> Tensor:
+        buffer = buffers[entry.name]
+        return buffer[:rows, :width] if entry.wide else buffer[:rows]
+
+
+def as_rows(values: Sequence[int]) -> npt.NDArray[np.int64]:
+    return np.asarray(values, dtype=np.int64)

@@ -1,0 +1,232 @@
+"""ModelRunner: executes plans. Row operations first, then prefill, then one decode step, then the sampler.
+
+    Plan -> row operations (block tables and sampler, before anything can raise)
+         -> chunks: eager, together, in batches of at most PREFILL_TOKENS
+         -> decodes: the captured step that the plan names, or the same step eagerly
+         -> one sampler call over plan.sampling
+
+If anything raises, the row operations stay applied, so that rows are what control believes them to be.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from torch import Tensor
+
+from engine.compute.arena import Arena
+from engine.compute.attention import Span
+from engine.compute.decoder import Decoder, Tokens
+from engine.compute.graphs import eagerly, graphs_for
+from engine.compute.inputs import StaticInputs, as_rows
+from engine.compute.kv import KVPool, kv_bytes_per_block
+from engine.compute.row_state import RowState, RowView
+from engine.compute.sampler import Sampler
+from engine.compute.weights import Progress, Weights, load_weights
+from engine.control.limits import Limits
+from engine.control.plan import Chunk, Plan, Replay, Sampled
+from engine.loading.model import LoadedModel
+
+__all__ = ["ModelRunner", "kv_bytes_per_block"]
+
+PREFILL_TOKENS = 512  # in one batch; a longer prefill is cut, which changes no bit and bounds the scratch
+
+
+class ModelRunner:
+    """A model on one device, behind ``Runner``.
+
+    ``threads`` fixes torch's threads for the whole process: on CPU the bits of a row may depend on their number.
+    ``weights`` lets several runners of one model share what ``load_weights`` made. Raises ``LoadError`` for a bad tensor
+    and ``UnstableMachine`` when no kernel on this machine gives reproducible bits.
+    """
+
+    def __init__(
+        self,
+        model: LoadedModel,
+        limits: Limits,
+        *,
+        device: str | torch.device = "cpu",
+        dtype: torch.dtype = torch.float32,
+        threads: int | None = None,
+        progress: Progress | None = None,
+        weights: Weights | None = None,
+    ) -> None:
+        if threads is not None and threads != torch.get_num_threads():
+            torch.set_num_threads(threads)
+        self.limits = limits
+        self._device = torch.device(device)
+        with torch.inference_mode():
+            self.weights = load_weights(model, self._device, dtype, progress) if weights is None else weights
+            config = self.weights.config
+            self.pool = KVPool(config, limits.num_blocks, limits.block_size, self._device, self.weights.dtype)
+            widest = max(limits.blocks_for(limits.max_model_len), *(width for _, width in limits.captures), 1)
+            most = max(limits.max_num_seqs, *(rows for rows, _ in limits.captures), 1)
+            self.arena = Arena(self._device)
+            positions = max(limits.max_model_len, widest * limits.block_size)
+            self._decoder = Decoder(self.weights, self.pool, self.arena, positions)
+            self.inputs = StaticInputs(most, widest, self.pool, self._device)
+            self._measure(most, widest)
+        self.rows = RowState(limits.max_num_seqs, widest, self.pool.trash_block)
+        self.sampler = Sampler(limits.max_num_seqs, config.vocab_size, self._device)
+        self._graphs = graphs_for(self._device)
+        self._logits: dict[tuple[int, int], Tensor] = {}  # the output buffer of each captured shape
+
+    # Readings ------------------------------------------------------------------------------------------------------
+
+    @property
+    def probe_summary(self) -> str:
+        """What was measured about reproducible row counts, for the capacity table."""
+        return self.weights.report.summary
+
+    @property
+    def kv_bytes(self) -> int:
+        return self.pool.nbytes
+
+    @property
+    def weight_bytes(self) -> int:
+        return self.weights.nbytes
+
+    def rows_state(self) -> tuple[RowView, ...]:
+        """Occupied rows with their requests and block tables, ascending."""
+        return self.rows.view()
+
+    # Start ---------------------------------------------------------------------------------------------------------
+
+    def warm(self, progress: Progress | None = None) -> None:
+        """Records every captured shape, the largest first, with inputs that touch the trash block only."""
+        shapes = sorted(self.limits.captures, key=lambda shape: (shape[0] * shape[1], shape), reverse=True)
+        with torch.inference_mode():
+            for done, shape in enumerate(shapes, start=1):
+                self._record(shape)
+                if progress is not None:
+                    progress("recording graphs", done, len(shapes))
+
+    def _record(self, shape: tuple[int, int]) -> None:
+        nobody = as_rows([])
+        tables = nobody.reshape(0, shape[1])
+        self.inputs.fill({"tokens": nobody, "positions": nobody, "slots": nobody, "tables": tables}, *shape)
+        tokens, table_view = self.inputs.step(*shape)
+
+        def step(do: Any) -> None:
+            self._logits[shape] = self._decoder.decode(do, tokens, table_view)
+
+        self._graphs.record(shape, step)
+
+    def _measure(self, most: int, widest: int) -> None:
+        """Walks through the largest steps without computing, so that the arena knows their sizes."""
+        limits = self.limits
+        decode_tokens, tables = self.inputs.step(most, widest)
+        self._decoder.decode(_nothing, decode_tokens, tables)
+        count = min(PREFILL_TOKENS, limits.max_num_batched_tokens, limits.max_num_seqs * limits.max_model_len)
+        longest = min(count, limits.max_model_len)
+        sampling = torch.zeros(min(count, limits.max_num_seqs), dtype=torch.int64, device=self._device)
+        zeros = torch.zeros(count, dtype=torch.int64, device=self._device)
+        span = Span(0, longest, limits.max_model_len - longest, tables[:1])
+        self._decoder.prefill(_nothing, Tokens(zeros, zeros, zeros), [span], sampling)
+        self.arena.allocate()
+
+    # Iterations ----------------------------------------------------------------------------------------------------
+
+    def execute(self, plan: Plan) -> Sequence[Sampled]:
+        """See ``Runner``. Raises ``ValueError`` when the plan names rows, widths or shapes that do not fit."""
+        self.rows.apply(plan, self.sampler)
+        if not plan.forwards:
+            return ()
+        with torch.inference_mode():
+            parts = self._prefill(plan.chunks)
+            if plan.decodes:
+                parts.append(self._decode(plan))
+            if not parts:
+                return ()
+            logits = parts[0] if len(parts) == 1 else torch.cat(parts)
+            rows = [entry.row for entry in plan.sampling]
+            return self.sampler.sample(logits.float(), rows, [_next_position(entry) for entry in plan.sampling])
+
+    def slots(self, rows: npt.NDArray[np.int64], positions: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
+        """Where the K/V of each (row, position) goes, int64 [n], by the block tables of this moment."""
+        blocks = self.rows.tables[rows, positions // self.limits.block_size]
+        return self.pool.slots(blocks, positions % self.limits.block_size)
+
+    def _decode(self, plan: Plan) -> Tensor:
+        """Logits [d, vocab] of the decoding rows, in a buffer that the next decode step overwrites."""
+        rows = as_rows([decode.row for decode in plan.decodes])
+        positions = as_rows([decode.position for decode in plan.decodes])
+        longest = int(self.rows.lengths[rows].max())
+        launch = plan.launch
+        shape = (launch.rows, launch.width) if isinstance(launch, Replay) else (len(rows), longest)
+        if longest > shape[1] or len(rows) > shape[0]:
+            raise ValueError(f"{len(rows)} rows with tables of up to {longest} blocks do not fit the shape {shape}")
+        values = {
+            "tokens": as_rows([decode.token for decode in plan.decodes]),
+            "positions": positions,
+            "slots": self.slots(rows, positions),
+            "tables": self.rows.tables[rows],
+        }
+        self.inputs.fill(values, *shape)
+        if isinstance(launch, Replay):
+            if shape not in self._graphs:
+                raise ValueError(f"the plan replays shape {shape}, which was not recorded")
+            self._graphs.replay(shape)
+            return self._logits[shape][: len(rows)]
+        tokens, tables = self.inputs.step(*shape)
+        return self._decoder.decode(eagerly, tokens, tables)
+
+    def _prefill(self, chunks: Sequence[Chunk]) -> list[Tensor]:
+        """Logits of the chunks that sample, in order: tensors of [m, vocab]."""
+        results = []
+        for batch in cut_chunks(chunks, PREFILL_TOKENS):
+            logits = self._prefill_batch(batch)
+            if logits is not None:
+                results.append(logits.clone())  # the next batch reuses the buffer
+        return results
+
+    def _prefill_batch(self, chunks: Sequence[Chunk]) -> Tensor | None:
+        counts = [len(chunk.tokens) for chunk in chunks]
+        ends = np.cumsum(counts)
+        rows = np.repeat(as_rows([chunk.row for chunk in chunks]), counts)
+        positions = np.concatenate([np.arange(c.start, c.start + len(c.tokens), dtype=np.int64) for c in chunks])
+        tokens = as_rows([token for chunk in chunks for token in chunk.tokens])
+        spans = []
+        for chunk, end, count in zip(chunks, ends, counts, strict=True):
+            blocks = self.limits.blocks_for(chunk.start + count)
+            table = self._to_device(self.rows.tables[chunk.row : chunk.row + 1, :blocks])
+            spans.append(Span(int(end) - count, count, chunk.start, table))
+        last = as_rows([end - 1 for chunk, end in zip(chunks, ends, strict=True) if chunk.samples])
+        step = Tokens(*(self._to_device(values) for values in (tokens, positions, self.slots(rows, positions))))
+        return self._decoder.prefill(eagerly, step, spans, self._to_device(last) if len(last) else None)
+
+    def _to_device(self, values: npt.NDArray[np.int64]) -> Tensor:
+        return torch.from_numpy(np.ascontiguousarray(values)).to(self._device)
+
+
+def cut_chunks(chunks: Sequence[Chunk], most: int) -> list[list[Chunk]]:
+    """Batches of at most ``most`` tokens; a chunk that does not fit is cut, and only its last part samples."""
+    batches: list[list[Chunk]] = []
+    left = 0
+    for chunk in chunks:
+        done = 0
+        while done < len(chunk.tokens):
+            if left == 0:
+                batches.append([])
+                left = most
+            take = min(left, len(chunk.tokens) - done)
+            end = done + take
+            last = end == len(chunk.tokens)
+            part = Chunk(chunk.request, chunk.row, chunk.start + done, chunk.tokens[done:end], chunk.samples and last)
+            batches[-1].append(part)
+            left -= take
+            done = end
+    return batches
+
+
+def _next_position(entry: Any) -> int:
+    """The index that the sampled token will occupy."""
+    return int(entry.start + len(entry.tokens) if isinstance(entry, Chunk) else entry.position + 1)
+
+
+def _nothing(kernel: Any, *arguments: Any) -> None:
+    """The ``do`` of a step that is only measured."""
