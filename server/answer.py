@@ -82,9 +82,9 @@ async def race(work: Awaitable[None], receive: Receive) -> None:
     watcher = asyncio.ensure_future(_until_gone(receive))
     try:
         await asyncio.wait({task, watcher}, return_when=asyncio.FIRST_COMPLETED)
-        if not task.done():
-            task.cancel()
-            await asyncio.wait({task})
+        while not task.done():
+            task.cancel()  # again and again, should it be swallowed on the way
+            await asyncio.wait({task}, timeout=1.0)
     finally:  # nothing is awaited here: this may itself be a cancellation
         task.cancel()
         watcher.cancel()

@@ -102,7 +102,8 @@ class Bridge:
         self._changed = asyncio.Event()
 
     def start(self) -> None:
-        self.bind(asyncio.get_running_loop())
+        if self._loop is None:
+            self.bind(asyncio.get_running_loop())
         self._thread = threading.Thread(target=self._run, name="engine", daemon=True)
         self._thread.start()
 
@@ -119,6 +120,16 @@ class Bridge:
             return None
         message, code = _REFUSALS[self.phase]
         return ApiError(503, message, code=code)
+
+    @property
+    def num_open(self) -> int:
+        """HTTP requests that have been submitted and not yet answered."""
+        return len(self._open)
+
+    @property
+    def alive(self) -> bool:
+        """Whether the engine thread runs."""
+        return self._thread is not None and self._thread.is_alive()
 
     async def submit(
         self, prompts: Sequence[tuple[int, ...]], params: SamplingParams, choices: Sequence[Choice], priority: int = 0
@@ -146,18 +157,19 @@ class Bridge:
         if not generation.ended:
             self._commands.put(partial(self._abort, generation))
 
-    async def drain(self, timeout: float) -> None:
-        """Refuses new requests, lets open ones finish for ``timeout`` seconds, then ends the rest with an error."""
+    async def drain(self, seconds: float) -> None:
+        """Refuses new requests, lets open ones finish for ``seconds``, then ends the rest with an error."""
         if self.phase is Phase.READY:
             self.phase = Phase.DRAINING
         self._wake()
-        if not await self._until_closed(timeout):
+        if not await self._until_closed(seconds):
             log.warning("requests are ended before they finished", open=len(self._open))
             self._commands.put(self._abort_all)
             await self._until_closed(5.0)
 
     async def stop(self) -> None:
         """Ends the engine thread after the step that runs now. Open generations get an error."""
+        loading = self.phase is Phase.LOADING  # nothing can hurry it
         if self.phase not in (Phase.FAILED, Phase.DEAD):
             self.phase = Phase.STOPPED
         error = self.refusal()
@@ -166,7 +178,7 @@ class Bridge:
             generation.fail(error)
         self._wake()
         self._commands.put(None)
-        if self._thread is not None and self.phase is not Phase.FAILED:
+        if self._thread is not None and not loading:
             await asyncio.to_thread(self._thread.join, 10.0)
 
     async def wait_phase(self, *phases: Phase) -> Phase:
@@ -176,12 +188,13 @@ class Bridge:
             await self._changed.wait()
         return self.phase
 
-    async def _until_closed(self, timeout: float) -> bool:
-        deadline = time.monotonic() + timeout
+    async def _until_closed(self, seconds: float) -> bool:
+        deadline = time.monotonic() + seconds
         while self._open and (left := deadline - time.monotonic()) > 0:
             assert self._changed is not None
             try:
-                await asyncio.wait_for(self._changed.wait(), left)
+                async with asyncio.timeout(left):
+                    await self._changed.wait()
             except TimeoutError:
                 break
         return not self._open

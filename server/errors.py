@@ -37,6 +37,7 @@ _TYPE_OF_STATUS = {
     503: "service_unavailable_error",
 }
 _CODE_OF_STATUS = {404: "not_found", 405: "method_not_allowed"}
+_BRANCHES = frozenset({"str", "int", "float", "bool"})  # what pydantic calls the alternatives of a union
 _CODE_OF_REASON = {"max_model_len": "context_length_exceeded"}
 
 log = structlog.get_logger("lockstep.errors")
@@ -97,37 +98,34 @@ def of_exception(error: Exception, names: Mapping[str, str] | None = None) -> Ap
 
 
 def of_validation(errors: Sequence[Any]) -> ApiError:
-    """pydantic's findings in one message. Branches of a union on the same field are one finding."""
+    """pydantic's findings in one message. Of a union, the finding that lies deepest says most."""
     lines: dict[str, str] = {}
-    first: str | None = None
+    kinds: dict[str, str] = {}
     for entry in errors:
         field = _field(entry.get("loc", ()))
-        first = first or field
-        if field in lines:
+        kind = str(entry.get("type"))
+        if field in lines and not (kinds[field].endswith("_type") and not kind.endswith("_type")):
             continue
-        if len(lines) == MAX_ENTRIES:
-            lines[""] = "and more"
+        kinds[field] = kind
+        if len(lines) == MAX_ENTRIES and field not in lines:
+            lines[field] = "and more"
             break
+        parent = field.rpartition("[")[0]
+        if parent:
+            lines.pop(parent, None)  # "must be text" about a list whose entry is wrong
         lines[field] = _line(field, entry)
-    return ApiError(
-        400, "; ".join(lines.values()) or "the body is not valid", code="invalid_value", param=first or None
-    )
+    param = next(iter(lines), None) or None
+    return ApiError(400, "; ".join(lines.values()) or "the body is not valid", code="invalid_value", param=param)
 
 
 def _field(loc: Sequence[Any]) -> str:
-    """``("body", "messages", 0, "content", "list[...]", 1)`` as ``messages[0].content``: names and indices until a union
-    branch or validator name shows up."""
+    """``("body", "messages", 0, "content", "list[...]", 1)`` as ``messages[0].content[1]``: union branches are left out."""
     path = ""
     for part in loc[1:] if loc and loc[0] == "body" else loc:
         if isinstance(part, int):
-            if path:
-                path += f"[{part}]"
-        elif (
-            isinstance(part, str) and part.isidentifier() and part not in ("str", "int", "float", "bool", "constrained")
-        ):
+            path += f"[{part}]" if path else ""
+        elif isinstance(part, str) and part.isidentifier() and part not in _BRANCHES:
             path += f".{part}" if path else part
-        else:
-            break
     return shorten(path, MAX_INPUT)
 
 

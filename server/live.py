@@ -140,7 +140,8 @@ class Generation:
         """
         while not all(choice.told for choice in self.choices):
             try:
-                await asyncio.wait_for(self._changed.wait(), patience)
+                async with asyncio.timeout(patience):  # not wait_for, which may swallow a cancellation that meets the news
+                    await self._changed.wait()
             except TimeoutError:
                 yield []
                 continue

