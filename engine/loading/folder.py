@@ -101,9 +101,10 @@ def _backend(folder: Path, settings: Mapping[str, Any], named: Mapping[str, str]
             raise LoadError(f"{folder / 'tokenizer_config.json'}: added_tokens_decoder[{key!r}] has no content")
         if entry["content"] in known:
             continue
-        flags = {flag: bool(entry.get(flag, False)) for flag in ("single_word", "lstrip", "rstrip", "normalized")}
         special = bool(entry.get("special", False))
-        token = AddedToken(entry["content"], special=special, **flags)
+        flags = {flag: bool(entry.get(flag, False)) for flag in ("single_word", "lstrip", "rstrip")}
+        normalized = bool(entry.get("normalized", not special))
+        token = AddedToken(entry["content"], special=special, normalized=normalized, **flags)
         (backend.add_special_tokens if special else backend.add_tokens)([token])
         if backend.token_to_id(entry["content"]) != int(key):
             raise LoadError(f"{folder / 'tokenizer_config.json'}: token {entry['content']!r} cannot have the id {key}")

@@ -1,8 +1,9 @@
 """A tokenizer rebuilt from the ``tokenizer.ggml.*`` keys of a GGUF file.
 
-Two kinds are known. ``gpt2`` is byte-level BPE with explicit merges, split first by the rule that ``tokenizer.ggml.pre``
-names. ``llama`` is SentencePiece BPE: no merges, but a score per piece, and the adjacent pair with the best score is
-joined first. Every way to split a piece in two becomes a merge, ranked by the score of the whole: the same order.
+Two kinds are known. ``gpt2`` is byte-level BPE with explicit merges, after a split by the rule that
+``tokenizer.ggml.pre`` names. ``llama`` is SentencePiece BPE: no merges, but a score per piece, and the adjacent pair
+with the best score is joined first. Every way to split a piece in two becomes a merge, ranked by the score of the
+whole, which gives the same order.
 """
 
 from __future__ import annotations

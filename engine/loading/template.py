@@ -26,7 +26,8 @@ from jinja2.visitor import NodeTransformer
 
 from engine.loading.model import LoadError
 
-MAX_OPERATIONS = 3_000_000  # loop items, calls, attribute reads and operators in one rendering
+MAX_OPERATIONS = 1_000_000  # loop items, attribute reads, operators and calls in one rendering
+CALL_COST = 5  # of one call, in operations
 MAX_LENGTH = 16_000_000  # characters of the result, and items of any string or list that the template builds
 MAX_PADDING = 10_000  # width that a padding function may be asked for
 _WIDE = re.compile(r"\d{5,}|\*|\{[^}]*\{")  # a format string whose width is huge, or taken from an argument
@@ -67,7 +68,7 @@ def _hook(name: str, arguments: list[Any], line: int) -> nodes.Call:
 class _Sandbox(ImmutableSandboxedEnvironment):
     intercepted_binops = frozenset({"*", "**", "+", "%"})
 
-    def __init__(self, clock: Callable[[], datetime]) -> None:
+    def __init__(self, clock: Callable[[], datetime], max_operations: int) -> None:
         # Not optimised: folding constants would run a template's arithmetic before any limit is in place.
         super().__init__(
             trim_blocks=True,
@@ -76,6 +77,7 @@ class _Sandbox(ImmutableSandboxedEnvironment):
             extensions=[_Generation, "jinja2.ext.loopcontrols"],
         )
         self._local = threading.local()
+        self._max_operations = max_operations
         self.filters["tojson"] = _tojson
         for name in (*_PADDING, "format", "replace", "join"):
             if name in self.filters:
@@ -91,13 +93,13 @@ class _Sandbox(ImmutableSandboxedEnvironment):
         }
 
     def restart(self) -> None:
-        self._local.left = MAX_OPERATIONS
+        self._local.left = self._max_operations
 
-    def tick(self) -> None:
-        left = getattr(self._local, "left", MAX_OPERATIONS) - 1
+    def tick(self, cost: int = 1) -> None:
+        left = getattr(self._local, "left", self._max_operations) - cost
         self._local.left = left
         if left < 0:
-            raise TemplateFailure(f"the chat template needs more than {MAX_OPERATIONS} operations")
+            raise TemplateFailure(f"the chat template needs more than {self._max_operations} operations")
 
     def counted(self, items: Iterable[Any]) -> Iterator[Any]:
         for item in items:
@@ -131,11 +133,23 @@ class _Sandbox(ImmutableSandboxedEnvironment):
         return super().getitem(obj, argument)
 
     def call(self, context: Context, obj: Any, /, *args: Any, **kwargs: Any) -> Any:
-        self.tick()
+        self.tick(CALL_COST)
         owner = getattr(obj, "__self__", None)
         if isinstance(owner, str):
             _guard(obj.__name__, owner, args)
         return super().call(context, obj, *args, **kwargs)
+
+    def wrap_str_format(self, value: Any) -> Callable[..., str] | None:
+        """The sandbox replaces ``str.format`` by a function of its own, so ``call`` would not know it."""
+        wrapped = super().wrap_str_format(value)
+        if wrapped is None:
+            return None
+
+        def checked(*args: Any, **kwargs: Any) -> str:
+            _guard("format", value.__self__, args)
+            return wrapped(*args, **kwargs)
+
+        return checked
 
     def call_binop(self, context: Context, operator: str, left: Any, right: Any) -> Any:
         self.tick()
@@ -216,7 +230,8 @@ class ChatTemplate:
     """A compiled template, or several under names (``default``, and ``tool_use`` for requests with tools).
 
     ``tokens`` are the special tokens by the names that templates use (``bos_token``, ``eos_token``, ...). ``clock``
-    answers ``strftime_now``. Raises ``LoadError`` where a source is not valid Jinja.
+    answers ``strftime_now``; ``max_operations`` bounds one rendering. Raises ``LoadError`` where a source is not valid
+    Jinja.
     """
 
     def __init__(
@@ -226,11 +241,12 @@ class ChatTemplate:
         *,
         where: str = "chat template",
         clock: Callable[[], datetime] = datetime.now,
+        max_operations: int = MAX_OPERATIONS,
     ) -> None:
         sources = {"default": source} if isinstance(source, str) else dict(source)
         self.source = sources.get("default") or next(iter(sources.values()), "")
         self.tokens = dict(tokens or {})
-        self._sandbox = _Sandbox(clock)
+        self._sandbox = _Sandbox(clock, max_operations)
         self._templates = {name: self._compile(text, f"{where} ({name})") for name, text in sources.items()}
         if not self._templates:
             raise LoadError(f"{where}: no template in it")

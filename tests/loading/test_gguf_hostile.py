@@ -15,6 +15,7 @@ from tests.models import write_gguf
 
 SECONDS, BYTES = 1.0, 50 << 20
 F32, Q8_0 = 0, 8
+TINY = {"num_layers": 1, "vocab_size": 300, "hidden_size": 32, "intermediate_size": 32}
 
 
 def text(value: str | bytes, length: int | None = None) -> bytes:
@@ -112,7 +113,7 @@ def test_hostile_files_are_refused_with_a_reason(name: str, tmp_path: Path) -> N
 
 
 def test_a_file_cut_anywhere_is_refused(tmp_path: Path) -> None:
-    whole = write_gguf(tmp_path / "whole.gguf", num_layers=1, vocab_size=300).read_bytes()
+    whole = write_gguf(tmp_path / "whole.gguf", **TINY).read_bytes()
     path = tmp_path / "cut.gguf"
     started = time.perf_counter()
     cuts = range(0, len(whole), 100)
@@ -126,11 +127,11 @@ def test_a_file_cut_anywhere_is_refused(tmp_path: Path) -> None:
 
 
 def test_a_file_with_changed_bytes_loads_or_is_refused_but_never_crashes(tmp_path: Path) -> None:
-    whole = bytearray(write_gguf(tmp_path / "whole.gguf", num_layers=1, vocab_size=300).read_bytes())
+    whole = bytearray(write_gguf(tmp_path / "whole.gguf", **TINY).read_bytes())
     header_end = 14_000
     rng = random.Random(7)
     path, refusals = tmp_path / "changed.gguf", 0
-    for _ in range(400):
+    for _ in range(250):
         changed = bytearray(whole)
         for _ in range(rng.choice((1, 1, 4))):
             changed[rng.randrange(header_end)] = rng.choice((0, 1, 127, 128, 255, rng.randrange(256)))
@@ -139,4 +140,4 @@ def test_a_file_with_changed_bytes_loads_or_is_refused_but_never_crashes(tmp_pat
             load_model(path)
         except LoadError:
             refusals += 1
-    assert refusals > 50
+    assert refusals > 30
