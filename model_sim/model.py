@@ -1,0 +1,295 @@
+"""The rules of SPEC.md as a program; numbers in comments are its clauses.
+
+One collection is kept: the live requests. Queue, batch, free rows and blank blocks are derived from it on each look,
+so nothing can leak, be lost or go stale; speed is no aim.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, field
+from typing import Any
+
+Launch = tuple[str, int, int, int] | tuple[str, str] | None
+Chunk = tuple["Request", int, int]  # request, first position, count
+
+
+class Refused(Exception):
+    """A submission did not pass the door; `reason` is one of the six of 1.2."""
+
+    def __init__(self, reason: str, detail: str) -> None:
+        super().__init__(f"{reason}: {detail}")
+        self.reason = reason
+
+
+@dataclass
+class Request:
+    """One live request: waiting without a row, running with one."""
+
+    number: int
+    priority: int
+    prompt: int
+    max_tokens: int
+    stop_ids: frozenset[int]
+    min_tokens: int
+    tokens: list[int]
+    table: list[int] = field(default_factory=list)
+    row: int | None = None
+    computed: int = 0
+    decoding: bool = False  # has sampled since its admission; not derivable: one missing token may be either phase
+    finished: str | None = None
+
+    @property
+    def generated(self) -> int:
+        return len(self.tokens) - self.prompt
+
+    @property
+    def status(self) -> str:
+        if self.finished is not None:
+            return "finished"
+        if self.row is None:
+            return "waiting"
+        return "decoding" if self.decoding else "prefilling"
+
+
+@dataclass(kw_only=True, eq=False)
+class Model:
+    """Scheduler without a network: submit and abort between iterations, step makes one, state shows what holds then."""
+
+    blocks: int
+    block_size: int
+    rows: int
+    budget: int
+    max_model_len: int
+    vocab: int
+    watermark: int = 0
+    max_waiting: int = 1024
+    persistent_batch: bool = True
+    captures: Iterable[tuple[int, int]] = ()  # (rows, width) of each recorded graph
+
+    def __post_init__(self) -> None:
+        sizes = (self.blocks, self.block_size, self.rows, self.max_model_len, self.vocab)
+        if min(sizes) < 1 or min(self.watermark, self.max_waiting) < 0:
+            raise ValueError(f"sizes are {sizes}, each at least 1; watermark and max_waiting are at least 0")
+        if self.budget < self.rows:
+            raise ValueError(f"budget is {self.budget}, it must be at least rows, {self.rows}")  # 9.1
+        self.captures = tuple(self.captures)
+        self._live: dict[int, Request] = {}
+        self._aborts: set[int] = set()
+        self._numbers = 0
+        self._iterations = 0
+        # 10.1, 10.2: a stack orders its content by the time of each item's last push, and taking the top changes nobody
+        # else's place. So the time of each block's last push is all that has to be remembered; whether a block is blank
+        # is read off the tables. Before any push, block 0 counts as the latest.
+        self._pushed_at = {block: -block for block in range(self.blocks)}
+        self._pushes = 0
+
+    # -- what is derived ---------------------------------------------------------------------------------------------
+
+    def _ordered(self) -> list[Request]:
+        return sorted(self._live.values(), key=lambda r: (r.priority, r.number))  # 2.1
+
+    def _waiting(self) -> list[Request]:
+        return [r for r in self._ordered() if r.row is None]  # 2.2
+
+    def _running(self) -> list[Request]:
+        return [r for r in self._ordered() if r.row is not None]
+
+    def _decoding(self) -> list[Request]:
+        return [r for r in self._running() if r.decoding]
+
+    def _free_rows(self) -> list[int]:
+        return sorted(set(range(self.rows)) - {r.row for r in self._running() if r.row is not None})
+
+    def _blank(self) -> list[int]:
+        held = {block for r in self._live.values() for block in r.table}
+        return sorted(set(range(self.blocks)) - held, key=self._pushed_at.__getitem__, reverse=True)
+
+    def _blocks_for(self, tokens: int) -> int:
+        return -(-tokens // self.block_size)
+
+    @property
+    def has_work(self) -> bool:
+        """Whether an iteration is due (3.5)."""
+        return bool(self._live)
+
+    def state(self) -> dict[str, Any]:
+        """What holds now; the observation point is after a step."""
+        running = self._running()
+        return {
+            "waiting": [r.number for r in self._waiting()],
+            "running": [r.number for r in running],
+            "tables": {r.number: tuple(r.table) for r in running},
+            "rows": {r.number: r.row for r in running},
+            "computed": {r.number: r.computed for r in self._ordered()},
+            "num_tokens": {r.number: len(r.tokens) for r in self._ordered()},
+            "status": {r.number: r.status for r in self._ordered()},
+            "blank": self._blank(),
+        }
+
+    # -- events ------------------------------------------------------------------------------------------------------
+
+    def submit(
+        self,
+        prompt: tuple[int, ...],
+        max_tokens: int | None,
+        *,
+        priority: int = 0,
+        stop_ids: frozenset[int] = frozenset(),
+        min_tokens: int = 0,
+        n: int = 1,
+    ) -> list[int]:
+        """Queue n choices of one request and return their numbers; raises Refused (1.2)."""
+        if n < 1:
+            raise ValueError(f"n is {n}, it must be at least 1")
+        numbers = list(range(self._numbers, self._numbers + n))
+        self._numbers += n  # 1.1: refused ones too
+        most = min(self.max_model_len, self.blocks * self.block_size + 1) - len(prompt)
+        limit = max(1, most) if max_tokens is None else max_tokens  # 1.3
+        total = len(prompt) + limit
+        foreign = [t for t in prompt if not 0 <= t < self.vocab]
+        need, waiting = self._blocks_for(total - 1), len(self._waiting())
+        checks = (  # 1.2
+            ("empty_prompt", not prompt, "prompt is empty, it must hold at least one token"),
+            ("token_out_of_range", bool(foreign), f"prompt holds {foreign[:3]}, ids are 0..{self.vocab - 1}"),
+            ("max_tokens", limit < 1, f"max_tokens is {limit}, it must be at least 1"),
+            ("max_model_len", total > self.max_model_len, f"{total} tokens, at most {self.max_model_len}"),
+            ("pool", need > self.blocks, f"{need} blocks needed, the pool has {self.blocks}"),
+            ("queue_full", waiting + n > self.max_waiting, f"{waiting} + {n} waiting, at most {self.max_waiting}"),
+        )
+        for reason, refused, detail in checks:
+            if refused:
+                raise Refused(reason, detail)
+        for i in numbers:
+            self._live[i] = Request(i, priority, len(prompt), limit, stop_ids, min_tokens, list(prompt))
+        return numbers
+
+    def abort(self, request: int) -> None:
+        """Have a request aborted at the head of the next iteration; without effect on one that is not live (4.4)."""
+        if request in self._live and self._live[request].finished is None:
+            self._aborts.add(request)
+
+    # -- the iteration -----------------------------------------------------------------------------------------------
+
+    def step(self, next_token: Callable[[int, int], int], fails: bool = False) -> dict[str, Any]:
+        """Make one iteration (3.1) and return what it did; `fails` has execute raise (3.4)."""
+        aborted = [r for r in self._ordered() if r.number in self._aborts]  # 4.5
+        self._aborts.clear()
+        for request in aborted:
+            request.finished = "abort"
+        reaped = self._reap()
+        grown, preempted = self._grow()
+        moves = self._compact() if self.persistent_batch else []  # 7.1
+        decodes = sorted(self._decoding(), key=lambda r: r.row or 0)  # 9.7
+        chunks, admitted = self._admit(self.budget - len(decodes))  # 9.2
+        error = fails and bool(chunks or decodes)  # 3.4
+        seen: dict[str, Any] = {  # everything up to launch is the plan, so it is read before commit changes the counts
+            "iteration": self._iterations,
+            "aborted": [r.number for r in aborted],
+            "reaped": reaped,
+            "grown": grown,
+            "preempted": preempted,
+            "moves": moves,
+            "admitted": admitted,
+            "chunks": [(r.number, r.row, at, count, at + count == len(r.tokens)) for r, at, count in chunks],  # 9.5
+            "decodes": [(r.number, r.row, len(r.tokens) - 1) for r in decodes],  # 9.6
+            "launch": self._launch(decodes),
+            "error": error,
+        }
+        seen["sampled"] = [] if error else self._commit(chunks, decodes, next_token)
+        planned = [r for r, _, _ in chunks] + decodes  # 3.7
+        for request in planned if error else []:
+            request.finished = "error"
+        seen["finished"] = [(r.number, r.finished) for r in planned if r.finished]
+        self._iterations += 1
+        return seen
+
+    def _release(self, request: Request) -> None:
+        for block in reversed(request.table):  # 4.2, 10.2
+            self._pushes += 1
+            self._pushed_at[block] = self._pushes
+        request.table.clear()
+        request.row = None
+
+    def _reap(self) -> list[int]:
+        gone = [r for r in self._ordered() if r.finished]
+        reaped = [r.number for r in gone if r.row is not None]  # 4.3
+        for request in gone:  # 4.1
+            self._release(request)
+            del self._live[request.number]
+        return reaped
+
+    def _grow(self) -> tuple[list[tuple[int, int]], list[int]]:
+        grown: list[tuple[int, int]] = []
+        preempted: list[int] = []
+        for request in self._running():  # 6.1
+            if request.row is None or len(request.table) >= self._blocks_for(len(request.tokens)):  # 5.1
+                continue
+            while request.row is not None and not self._blank():
+                victim = self._running()[-1]  # 6.2
+                self._release(victim)  # 6.3
+                victim.computed, victim.decoding = 0, False
+                preempted.append(victim.number)
+            if request.row is not None:
+                request.table.append(self._blank()[0])
+                grown.append((request.number, request.table[-1]))
+        return grown, preempted
+
+    def _compact(self) -> list[tuple[int, int]]:
+        holder = {r.row: r for r in self._running() if r.row is not None}
+        d = len(self._decoding())  # 7.2
+        holes = [row for row in range(d) if row not in holder or not holder[row].decoding]
+        strays = sorted(row for row, r in holder.items() if r.decoding and row >= d)
+        moves = list(zip(strays, holes, strict=True))  # 7.3
+        for stray, hole in moves:
+            holder[stray].row = hole
+            if hole in holder:
+                holder[hole].row = stray  # 7.4
+        return moves
+
+    def _admit(self, left: int) -> tuple[list[Chunk], list[tuple[int, int, tuple[int, ...]]]]:
+        chunks: list[Chunk] = []
+        admitted: list[tuple[int, int, tuple[int, ...]]] = []
+        for request in [r for r in self._running() if not r.decoding]:  # 9.2
+            chunks.append((request, request.computed, min(left, len(request.tokens) - request.computed)))
+            left -= chunks[-1][2]
+        while self._waiting() and self._free_rows() and left > 0:  # 8.1
+            head, blank = self._waiting()[0], self._blank()
+            need = self._blocks_for(len(head.tokens))  # 8.2
+            reserve = self.watermark if need <= self.blocks - self.watermark else 0  # 8.3
+            if need > len(blank) - reserve:
+                break  # 8.4
+            head.table, head.row = blank[:need], self._free_rows()[0]  # 8.5
+            admitted.append((head.number, head.row, tuple(head.table)))
+            chunks.append((head, 0, min(left, len(head.tokens))))  # 8.6
+            left -= chunks[-1][2]
+        return chunks, admitted
+
+    def _launch(self, decodes: list[Request]) -> Launch:
+        d = len(decodes)
+        if d == 0:
+            return None  # 12.1
+        if [r.row for r in decodes] != list(range(d)):
+            return ("eager", "scattered")  # 12.2
+        width = max(len(r.table) for r in decodes)
+        fits = [graph for graph in sorted(self.captures) if graph[0] >= d and graph[1] >= width]
+        return ("replay", *fits[0], fits[0][0] - d) if fits else ("eager", "uncaptured")  # 12.3, 12.4
+
+    def _commit(
+        self, chunks: list[Chunk], decodes: list[Request], next_token: Callable[[int, int], int]
+    ) -> list[tuple[int, int]]:
+        for request, _, count in [*chunks, *((r, 0, 1) for r in decodes)]:
+            request.computed += count
+        sampled: list[tuple[int, int]] = []
+        for r in [c[0] for c in chunks] + decodes:  # 9.6
+            if r.computed < len(r.tokens):
+                continue  # 9.5
+            token = next_token(r.number, r.generated)  # 14.1
+            r.tokens.append(token)
+            r.decoding = True
+            sampled.append((r.number, token))
+            if token in r.stop_ids and r.generated >= r.min_tokens:  # 13.2
+                r.finished = "stop"
+            elif r.generated == r.max_tokens:  # 13.3
+                r.finished = "length"
+        return sampled

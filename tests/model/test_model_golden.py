@@ -1,0 +1,108 @@
+"""Golden traces: whole observation sequences, written by hand from SPEC.md, that the model must reproduce.
+
+The traces in golden/ are never regenerated. A step lists what it does; what is not listed did not happen. Each expected
+line cites the clauses it follows from. The token of a request's k-th sampling is 10 * request + k throughout.
+"""
+
+from __future__ import annotations
+
+import ast
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import model_sim
+from model_sim import Model, Refused
+
+GOLDEN = sorted((Path(__file__).parent / "golden").glob("*.txt"))
+SPEC = (Path(model_sim.__file__).parent / "SPEC.md").read_text()
+CLAUSES = set(re.findall(r"^- (\d+\.\d+) ", SPEC, re.MULTILINE))
+LISTS = ("aborted", "reaped", "grown", "preempted", "moves", "admitted", "chunks", "decodes", "sampled", "finished")
+NOTHING: dict[str, Any] = {**{key: [] for key in LISTS}, "launch": None, "error": False}
+
+
+def token(request: int, k: int) -> int:
+    return 10 * request + k
+
+
+def submit(model: Model, text: str) -> None:
+    arguments, wanted = text.split(" -> ")
+    prompt, max_tokens, options = ast.literal_eval(arguments)
+    try:
+        got = str(model.submit(prompt, max_tokens, **options))
+    except Refused as refusal:
+        got = refusal.reason
+    assert got == wanted, text
+
+
+def check_step(model: Model, seen: dict[str, Any], wanted: dict[str, Any], where: str) -> None:
+    """Compare one whole step, and of the state what the trace names."""
+    state = model.state()
+    assert "blank" in wanted, f"{where}: every step states the blank stack"
+    steps = {**NOTHING, "iteration": seen["iteration"]} | {k: v for k, v in wanted.items() if k not in state}
+    assert seen == steps, where
+    named = {k: v for k, v in wanted.items() if k in state}
+    assert {k: state[k] for k in named} == named, where
+
+
+def play(lines: list[str]) -> int:
+    """Run one trace; returns its number of steps."""
+    model = Model(**ast.literal_eval(next(x for x in lines if x.startswith("model ")).removeprefix("model ")))
+    steps = 0
+    at = 0
+    while at < len(lines):
+        word, _, rest = lines[at].partition(" ")
+        at += 1
+        if word == "submit":
+            submit(model, rest)
+        elif word == "abort":
+            model.abort(int(rest))
+        elif word == "idle":
+            assert not model.has_work
+        elif word == "step":
+            wanted = {}
+            while at < len(lines) and lines[at].startswith("  "):
+                key, _, value = lines[at].split("#")[0].strip().partition(" ")
+                wanted[key] = ast.literal_eval(value.strip())
+                at += 1
+            seen = model.step(token, fails=rest == "fails")
+            assert seen["iteration"] == steps
+            check_step(model, seen, wanted, f"iteration {steps}")
+            steps += 1
+        else:
+            assert word in ("model", "#", ""), f"unknown line {lines[at - 1]!r}"
+    return steps
+
+
+@pytest.mark.parametrize("path", GOLDEN, ids=lambda p: p.stem)
+def test_trace(path: Path) -> None:
+    assert play(path.read_text().splitlines()) > 0
+
+
+def test_every_expected_line_cites_clauses_that_exist() -> None:
+    assert len(GOLDEN) == 8
+    for path in GOLDEN:
+        for line in path.read_text().splitlines():
+            if line.startswith("  "):
+                cited = line.partition("#")[2].split()
+                assert cited, f"{path.name}: {line.strip()} cites nothing"
+                assert set(cited) <= CLAUSES, f"{path.name}: {line.strip()}"
+
+
+@pytest.mark.parametrize(
+    ("name", "old", "new"),
+    [
+        ("swap", "moves [(1, 0)]  ", "moves [(0, 1)]  "),
+        ("self_preemption", "preempted [1]", "preempted [0]"),
+        ("free_order", "blank [3, 2, 4]", "blank [2, 3, 4]"),
+        ("free_order", 'finished [(1, "length")]', "finished []"),
+        ("door_abort_error", "-> pool", "-> max_model_len"),
+    ],
+)
+def test_a_wrong_trace_is_noticed(name: str, old: str, new: str) -> None:
+    text = next(p for p in GOLDEN if p.stem == name).read_text()
+    assert old in text
+    with pytest.raises(AssertionError):
+        play(text.replace(old, new, 1).splitlines())
