@@ -16,6 +16,7 @@ from typing import Any
 
 import attrs
 
+from engine.control.counters import Counters
 from engine.control.record import Ledger, StepRecord
 from engine.control.request import Refusal
 from engine.trace import VOCAB, Shape, Submit, Workload, prompt_tokens
@@ -51,6 +52,8 @@ class Run:
     occurred: Counter[str]
     callers: dict[int, Caller]
     late: tuple[str, ...] = ()  # events after the last iteration
+    counters: Counters | None = None  # the engine's, when one ran
+    left: Ledger | None = None  # the engine's state when the run ended, unless it raised
 
     @property
     def first(self) -> Finding | None:
@@ -278,7 +281,16 @@ class Lockstep:
 
     def result(self) -> Run:
         found = tuple(sorted(self._findings.values(), key=lambda f: f.iteration))  # stable: ties stay in order of finding
-        return Run(tuple(self._steps), found, self._occurrences.counts(), self._callers, tuple(self._events))
+        rung = self._rung
+        return Run(
+            tuple(self._steps),
+            found,
+            self._occurrences.counts(),
+            self._callers,
+            tuple(self._events),
+            None if rung is None else rung.counters,
+            None if rung is None else rung.ledger(),
+        )
 
 
 def most_tokens(shape: Shape, prompt_len: int) -> int:

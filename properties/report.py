@@ -50,7 +50,7 @@ def timeline(run: Run) -> Iterator[str]:
 def report(workload: Workload, run: Run, found: Finding, command: str) -> str:
     """The first divergence: where, what happened up to there, what differs, and how to see it again."""
     lines = [f"{found.check} at iteration {found.iteration}: {found.headline}", ""]
-    if workload.title:
+    if workload.title and found.headline not in workload.title:
         lines.insert(0, workload.title)
     shown = [step for step in run.steps if step.iteration <= found.iteration]
     if len(shown) > WINDOW:
@@ -121,8 +121,8 @@ def _histories(found: Finding, steps: Sequence[Step]) -> list[str]:
                         spans[-1] = (request, spans[-1][1], step.iteration)
                     else:
                         spans.append((request, step.iteration, step.iteration))
-        held = ", ".join(f"r{request} after {first}..{last}" for request, first, last in spans[-4:]) or "nobody so far"
-        lines.append(f"block {block} by the specification: {held}")
+        held = ", ".join(f"by r{request} in {first}..{last}" for request, first, last in spans[-4:]) or "by nobody so far"
+        lines.append(f"block {block} is held, says the specification, {held}")
     return [*lines, ""] if lines else []
 
 

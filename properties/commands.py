@@ -1,0 +1,230 @@
+"""What each command of ``python -m properties`` does. A command prints, and returns 0 (holds) or 1 (violated)."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import secrets
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import attrs
+from rich.console import Console
+from rich.table import Table
+
+from engine.trace import Workload, load
+from properties import experiments
+from properties.checks import ORDER, Finding
+from properties.faults import CATALOGUE, armed
+from properties.finds import keep, replay_command
+from properties.hunt import Hunted, hunt
+from properties.lockstep import Run, run
+from properties.matrix import Matrix, matrix
+from properties.report import LEGEND, report, timeline
+from properties.rungs import RUNGS
+from properties.shrink import shrink
+
+Options = argparse.Namespace
+HOLDS, VIOLATED = 0, 1
+
+
+def replay(options: Options) -> int:
+    workload = load(options.file)
+    with armed(options.arm):
+        outcome = run(workload, make_rung=RUNGS[options.rung], until=options.until)
+    found = outcome.first
+    if options.json:
+        _print_json({"holds": found is None, "iterations": len(outcome.steps), **_finding(found)})
+    elif found is None:
+        print(f"holds: {len(outcome.steps)} iterations, {len(outcome.callers)} accepted requests")
+    else:
+        print(report(workload, outcome, found, replay_command(options.file, found, options.arm)))
+    return HOLDS if found is None else VIOLATED
+
+
+def show(options: Options) -> int:
+    outcome = run(load(options.file), make_rung=None, until=options.until)
+    if options.json:
+        _print_json([{"iteration": s.iteration, "events": s.events, **_plain(s.step), "after": s.after} for s in outcome.steps])
+    else:
+        print("\n".join(timeline(outcome)))
+        print(f"\n{LEGEND}")
+    return HOLDS
+
+
+def shrink_file(options: Options) -> int:
+    workload = load(options.file)
+    rung = RUNGS[options.rung]
+
+    def judge(candidate: Workload) -> Run:
+        with armed(options.arm):
+            return run(candidate, make_rung=rung)
+
+    first = judge(workload).first
+    if first is None:
+        _say(options, {"holds": True}, "holds: there is no failure to shrink")
+        return HOLDS
+
+    def fails(candidate: Workload) -> bool:
+        found = judge(candidate).first
+        return found is not None and found.check == first.check
+
+    small, tries = shrink(workload, fails)
+    outcome = judge(small)
+    found = outcome.first
+    assert found is not None
+    path = options.output or options.found / f"{options.file.stem}-shrunk.json"
+    divergence = keep(small, outcome, found, path, fault=options.arm, by={"by": "shrink"})
+    summary = f"{len(workload.events)} events became {len(small.events)} after {tries} tries: {path}"
+    payload = {"holds": False, "file": str(path), "tries": tries, "events": len(small.events), **_finding(found)}
+    _say(options, payload, f"{divergence}\n{summary}")
+    return VIOLATED
+
+
+def coverage(options: Options) -> int:
+    workload = experiments.coverage_workload(
+        options.rows,
+        options.requests,
+        options.lengths,
+        prompt=options.prompt,
+        budget=options.budget,
+        persistent_batch=options.persistent_batch,
+    )
+    return _experiment(options, experiments.coverage(workload, make_rung=RUNGS[options.rung]), None)
+
+
+def soak(options: Options) -> int:
+    workload = experiments.soak_workload(
+        options.prompts,
+        options.max_tokens,
+        options.rows,
+        options.blocks,
+        options.block_size,
+        watermark=options.watermark,
+        budget=options.budget,
+        persistent_batch=options.persistent_batch,
+    )
+    ran = experiments.soak(workload, fault=options.arm, looking=options.audit, make_rung=RUNGS[options.rung])
+    return _experiment(options, ran, options.arm)
+
+
+def _experiment(options: Options, ran: experiments.Experiment, fault: str | None) -> int:
+    found = ran.violated
+    if found is None:
+        _say(options, ran.figures, "\n".join(f"{name:24} {value}" for name, value in ran.figures.items()))
+        return HOLDS
+    path = options.found / f"{options.command}-{found.check}.json"
+    divergence = keep(ran.workload, ran.outcome, found, path, fault=fault, by={"by": options.command})
+    payload = {"check": found.check, "caught_at_iteration": found.iteration, "message": found.headline}
+    _say(options, {**payload, "file": str(path), "replay": replay_command(path, found, fault)}, str(divergence))
+    return VIOLATED
+
+
+def show_matrix(options: Options) -> int:
+    chosen = [options.only] if options.only else list(CATALOGUE)
+    result = matrix(chosen, options.workloads, _counting())
+    complaints = result.complaints(whole=not options.only)
+    if options.json:
+        rows = [
+            {
+                "fault": row.fault,
+                "title": CATALOGUE[row.fault].title if row.fault else "no fault",
+                "expect": list(CATALOGUE[row.fault].expect) if row.fault else [],
+                "workloads": row.workloads,
+                **{name: dict(getattr(row, name)) for name in ("fired", "alone", "earlier")},
+            }
+            for row in result.rows
+        ]
+        _print_json({"holds": not complaints, "complaints": complaints, "rows": rows})
+    else:
+        _matrix_table(result)
+        for complaint in complaints:
+            print(f"MATRIX: {complaint}")
+    return VIOLATED if complaints else HOLDS
+
+
+def _matrix_table(result: Matrix) -> None:
+    """Cells: workloads in which the check fired, judged alone. Bold with *: must fire. !: should have, and did not."""
+    table = Table(title=f"faults x checks, {result.rows[0].workloads} workloads each; * must fire", title_justify="left")
+    table.add_column("fault", no_wrap=True)
+    table.add_column("what is wrong", max_width=44)
+    for check in ORDER:
+        table.add_column(check, justify="right")
+    for row in result.rows:
+        expect = CATALOGUE[row.fault].expect if row.fault else ()
+        cells = [_cell(row.fired[check], check in expect) for check in ORDER]
+        table.add_row(row.fault or "-", CATALOGUE[row.fault].title if row.fault else "(no fault)", *cells)
+    seen = [str(sum(bool(row.alone[check] or row.earlier[check]) for row in result.rows)) for check in ORDER]
+    table.add_section()
+    table.add_row("", "faults that it sees alone or first", *seen)
+    Console(width=None if sys.stdout.isatty() else 160).print(table)
+
+
+def _cell(times: int, expected: bool) -> str:
+    if expected:
+        return f"[bold]{times}*[/bold]" if times else "[red]0![/red]"
+    return str(times) if times else "."
+
+
+def hunt_command(options: Options) -> int:
+    seed = secrets.randbits(32) if options.seed is None else options.seed
+    jobs = options.jobs or len(os.sched_getaffinity(0))
+    result = hunt(
+        options.minutes, seed=seed, jobs=jobs, rung=options.rung, fault=options.arm, progress=_hunting(options.minutes)
+    )
+    kept = []
+    for find in result.finds:
+        with armed(options.arm):
+            outcome = run(find.workload, make_rung=RUNGS[options.rung])
+        path = options.found / f"hunt-{find.finding.check}-{find.workload.digest()}.json"
+        by: dict[str, str | int] = {"by": "hunt", "seed": seed, "number": find.number}
+        divergence = keep(find.workload, outcome, find.finding, path, fault=options.arm, by=by)
+        kept.append({"file": str(path), "number": find.number, **_finding(find.finding)})
+        if not options.json:
+            print(f"{divergence}\n")
+    missed = result.floors.missed()
+    totals = {"seed": seed, "workloads": result.workloads, "iterations": result.iterations}
+    if options.json:
+        _print_json({"holds": not kept and not missed, **totals, "finds": kept, "floors_missed": missed})
+    else:
+        print("\n".join(missed) + ("\n" if missed else ""), end="")
+        print(f"seed {seed}: {result.workloads} workloads, {result.iterations} iterations, {len(kept)} kinds of failure")
+    return VIOLATED if kept or missed else HOLDS
+
+
+def _hunting(minutes: float) -> Callable[[Hunted, float], None]:
+    def progress(hunted: Hunted, left: float) -> None:
+        line = f"{hunted.workloads} workloads, {len(hunted.finds)} kinds of failure, {left:.0f} s of {minutes * 60:.0f} s left"
+        _progress(line, done=left <= 0)
+
+    return progress
+
+
+def _counting() -> Callable[[int, int, str], None]:
+    return lambda number, total, name: _progress(f"{number + 1} of {total}: {name:10}", done=number + 1 == total)
+
+
+def _progress(line: str, *, done: bool) -> None:
+    """On stderr, rewritten in place; nothing where stderr is no terminal."""
+    if sys.stderr.isatty():
+        print(f"\r{line}\x1b[K", end="\n" if done else "", file=sys.stderr, flush=True)
+
+
+def _say(options: Options, payload: Any, text: str) -> None:
+    _print_json(payload) if options.json else print(text)
+
+
+def _print_json(payload: Any) -> None:
+    print(json.dumps(payload, indent=1, default=str))
+
+
+def _plain(step: dict[str, Any]) -> dict[str, Any]:
+    return {name: value for name, value in step.items() if name != "iteration"}  # the model counts from 0
+
+
+def _finding(found: Finding | None) -> dict[str, Any]:
+    return {} if found is None else attrs.asdict(found)
+

@@ -1,0 +1,99 @@
+"""pytest for the hunt: the profile in the header, where failures go, which fault is armed, and the coverage floors.
+
+Floors survive xdist: each worker sends its counts home when it ends, and the controller adds up and judges.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import attrs
+import pytest
+
+from properties.checks import Divergence
+from properties.faults import CATALOGUE, armed
+from properties.finds import keep
+from properties.floors import Floors
+from properties.lockstep import run
+from properties.profiles import current
+from properties.rungs import RUNGS
+
+_FLOORS = pytest.StashKey[Floors]()
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    group = parser.getgroup("lockstep")
+    group.addoption("--arm", metavar="FAULT", choices=sorted(CATALOGUE), help="search with this fault armed")
+    group.addoption("--found", metavar="DIR", default="found", help="where failing workloads are written")
+    group.addoption("--floors", action="store_true", help="print how often each thing happened, missed or not")
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    config.stash[_FLOORS] = Floors()
+
+
+def pytest_report_header(config: pytest.Config) -> str:
+    fault = config.getoption("--arm")
+    return f"lockstep profile {current()}" + (f", armed: {fault}" if fault else "")
+
+
+@attrs.frozen
+class Harness:
+    """What a property needs from the run: the armed fault, the folder for failures, the counts."""
+
+    fault: str | None
+    found: Path
+    floors: Floors
+
+    def judge(self, workload: Any, name: str, rung: str = "ledger") -> None:
+        """Runs a workload; a difference becomes a file and is raised. Saved workloads do not count for the floors."""
+        with armed(self.fault):
+            outcome = run(workload, make_rung=RUNGS[rung])
+        if not workload.title:
+            self.floors.add(outcome.occurred)
+        if outcome.first is not None:
+            path = self.found / f"{name}-{outcome.first.check}.json"
+            raise keep(workload, outcome, outcome.first, path, fault=self.fault, by={"by": name})
+
+
+@pytest.fixture(scope="session")
+def harness(pytestconfig: pytest.Config) -> Harness:
+    return Harness(pytestconfig.getoption("--arm"), Path(pytestconfig.getoption("--found")), pytestconfig.stash[_FLOORS])
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_sessionfinish(session: pytest.Session) -> None:
+    floors = session.config.stash[_FLOORS]
+    worker_output = getattr(session.config, "workeroutput", None)
+    if worker_output is not None:
+        worker_output["lockstep_floors"] = floors.dump()
+    elif floors.missed() and session.exitstatus == pytest.ExitCode.OK:
+        session.exitstatus = pytest.ExitCode.TESTS_FAILED
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_testnodedown(node: Any) -> None:
+    sent = getattr(node, "workeroutput", {}).get("lockstep_floors")
+    if sent is not None:
+        node.config.stash[_FLOORS].merge(sent)
+
+
+def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter, config: pytest.Config) -> None:
+    floors = config.stash[_FLOORS]
+    missed = floors.missed()
+    if config.getoption("--floors"):
+        terminalreporter.section(f"what happened in {floors.runs} workloads")
+        for line in floors.lines():
+            terminalreporter.line(line)
+    if missed:
+        terminalreporter.section("coverage floors missed, so the run fails", red=True)
+        for line in missed:
+            terminalreporter.line(line)
+
+
+def pytest_exception_interact(call: pytest.CallInfo[Any], report: Any) -> None:
+    """A divergence is read, not debugged: its report replaces the traceback."""
+    error = call.excinfo.value if call.excinfo is not None else None
+    if isinstance(error, Divergence):
+        report.longrepr = str(error)

@@ -1,0 +1,121 @@
+"""The hunter: generated workloads from a plain generator of numbers, on every core, until the time is up.
+
+Ten times as many workloads a second as Hypothesis, no memory and no shrinking of its own: what it finds, the reducer
+shrinks. Workload number k of seed s is the same everywhere, so a find names (seed, number) and needs no database.
+"""
+
+from __future__ import annotations
+
+import multiprocessing
+import time
+from collections.abc import Callable
+from concurrent.futures import FIRST_COMPLETED, Future, ProcessPoolExecutor, wait
+from typing import Any
+
+import attrs
+
+from engine.trace import Workload
+from properties.checks import Finding
+from properties.faults import armed
+from properties.floors import Floors
+from properties.generate import RandomSource, workload
+from properties.lockstep import run
+from properties.rungs import RUNGS
+from properties.shrink import shrink
+
+BATCH = 100  # workloads that a process runs between two looks at the clock
+
+Progress = Callable[["Hunted", float], None]  # so far, seconds left
+
+
+@attrs.frozen
+class Find:
+    """``workload`` is shrunk; ``number`` is that of the one that failed first."""
+
+    number: int
+    workload: Workload
+    finding: Finding
+
+
+@attrs.define
+class Hunted:
+    seed: int
+    iterations: int = 0
+    floors: Floors = attrs.field(factory=Floors)
+    finds: list[Find] = attrs.field(factory=list)
+
+    @property
+    def workloads(self) -> int:
+        return self.floors.runs
+
+
+def numbered(seed: int, number: int) -> Workload:
+    return workload(RandomSource(f"{seed}/{number}"))
+
+
+def hunt(
+    minutes: float,
+    *,
+    seed: int,
+    jobs: int = 1,
+    rung: str = "ledger",
+    fault: str | None = None,
+    progress: Progress | None = None,
+) -> Hunted:
+    """Runs batches on ``jobs`` processes. Keeps the first find of each check; stops early only when the time is up."""
+    hunted = Hunted(seed)
+    end = time.monotonic() + minutes * 60
+    batches = iter(range(0, 1 << 40, BATCH))
+    context = multiprocessing.get_context("spawn")  # a fork would copy whatever threads the caller has
+    with ProcessPoolExecutor(jobs, mp_context=context) as pool:
+        pending: set[Future[dict[str, Any]]] = set()
+        while True:
+            left = end - time.monotonic()
+            while left > 0 and len(pending) < 2 * jobs:
+                pending.add(pool.submit(batch, seed, next(batches), rung, fault))
+            if not pending:
+                break
+            done, pending = wait(pending, timeout=1.0, return_when=FIRST_COMPLETED)
+            for future in done:
+                _take(hunted, future.result(), rung, fault)
+            if progress is not None:
+                progress(hunted, max(0.0, left))
+    return hunted
+
+
+def batch(seed: int, start: int, rung: str, fault: str | None) -> dict[str, Any]:
+    """One process's share: plain values back, so that it can cross a process boundary."""
+    floors = Floors()
+    iterations = 0
+    failed: list[tuple[int, str]] = []
+    for number in range(start, start + BATCH):
+        with armed(fault):
+            outcome = run(numbered(seed, number), make_rung=RUNGS[rung])
+        floors.add(outcome.occurred)
+        iterations += len(outcome.steps)
+        if outcome.first is not None:
+            failed.append((number, outcome.first.check))
+    return {"floors": floors.dump(), "iterations": iterations, "failed": failed}
+
+
+def _take(hunted: Hunted, result: dict[str, Any], rung: str, fault: str | None) -> None:
+    hunted.floors.merge(result["floors"])
+    hunted.iterations += result["iterations"]
+    for number, check in result["failed"]:
+        if check not in {find.finding.check for find in hunted.finds}:
+            hunted.finds.append(_shrunk(hunted.seed, number, check, rung, fault))
+
+
+def _shrunk(seed: int, number: int, check: str, rung: str, fault: str | None) -> Find:
+    def first(candidate: Workload) -> Finding | None:
+        with armed(fault):
+            return run(candidate, make_rung=RUNGS[rung]).first
+
+    def fails(candidate: Workload) -> bool:
+        found = first(candidate)
+        return found is not None and found.check == check
+
+    small, _ = shrink(numbered(seed, number), fails)
+    found = first(small)
+    assert found is not None
+    return Find(number, small, found)
