@@ -87,6 +87,27 @@ def test_preempted_requests_fill_the_queue() -> None:  # 1.4
     assert reason(model, (1,), 1) == "queue_full"
 
 
+def test_a_preempted_request_prefills_again_in_parts() -> None:  # 6.3 9.3
+    model = make(blocks=3, budget=2)
+    model.submit((1, 2), 4)
+    model.submit((1, 2), 3)
+    preempted = [model.step(lambda request, k: 0)["preempted"] for _ in range(4)]
+    assert preempted == [[], [], [], [1]]
+    seen = model.step(lambda request, k: 0)
+    assert (seen["admitted"], seen["chunks"]) == ([(1, 0, (0, 1))], [(1, 0, 0, 2, False)])
+    assert model.state()["status"] == {1: "prefilling"}
+    seen = model.step(lambda request, k: 0)
+    assert (seen["chunks"], seen["decodes"]) == ([(1, 0, 2, 1, True)], [])
+
+
+@pytest.mark.parametrize(("prompt", "together"), [(4, True), (5, False), (6, False)])
+def test_the_watermark_binds_up_to_what_it_leaves(prompt: int, together: bool) -> None:  # 8.3
+    model = make(watermark=1, budget=9)
+    model.submit((1,), 1)
+    model.submit((1,) * prompt, 1)
+    assert len(model.step(lambda request, k: 0)["admitted"]) == 1 + together
+
+
 def test_an_abort_judges_at_the_call() -> None:  # 4.4
     model = make()
     model.abort(0)
