@@ -29,7 +29,7 @@ from engine.loading.synthetic import (
 
 BOS, EOS = "<|im_start|>", "<|im_end|>"
 TEMPLATE_PLACES = ("tokenizer_config", "named", "jinja", "json", None)
-K_QUANT_SHAPE = {"hidden_size": 256, "intermediate_size": 512, "num_heads": 16, "num_kv_heads": 4}
+K_QUANT_SHAPE: dict[str, Any] = {"hidden_size": 256, "intermediate_size": 512, "num_heads": 16, "num_kv_heads": 4}
 """Overrides with which every matrix row is a multiple of 256, as K-quants need."""
 
 

@@ -55,20 +55,30 @@ def gguf_name(name: str) -> str:
 
 
 @functools.cache
-def _types() -> dict[int, tuple[str, int, int]]:
-    """Type code -> (name, elements, bytes of one block), for every type that can be read as floats."""
-    from gguf import quants
-    from gguf.constants import GGML_QUANT_SIZES, GGMLQuantizationType
-
-    plain = {GGMLQuantizationType.F32, GGMLQuantizationType.F16}
-    known = plain | set(quants._type_traits)
-    return {int(code): (code.name, *GGML_QUANT_SIZES[code]) for code in known}
-
-
-def _all_block_sizes() -> dict[int, tuple[int, int]]:
+def _block_sizes() -> dict[int, tuple[int, int]]:
+    """Type code -> (elements, bytes) of one block, for every type that the format knows."""
     from gguf.constants import GGML_QUANT_SIZES
 
     return {int(code): (int(sizes[0]), int(sizes[1])) for code, sizes in GGML_QUANT_SIZES.items()}
+
+
+def _type_name(code: int) -> str:
+    from gguf.constants import GGMLQuantizationType
+
+    return GGMLQuantizationType(code).name
+
+
+@functools.cache
+def _readable(code: int) -> bool:
+    """Whether the type can be turned into floats; asked of the library with one block of zeros."""
+    from gguf.constants import GGMLQuantizationType
+    from gguf.quants import dequantize
+
+    try:
+        dequantize(np.zeros((1, _block_sizes()[code][1]), np.uint8), GGMLQuantizationType(code))
+    except NotImplementedError:
+        return False
+    return True
 
 
 @attrs.frozen
@@ -94,7 +104,7 @@ class GGUFSource:
         return torch.from_numpy(np.ascontiguousarray(values, dtype=np.float32).reshape(info.dims))
 
     def stored(self, name: str) -> StoredTensor:
-        return StoredTensor(_types()[self.infos[name].type_code][0], torch.from_numpy(self._rows(name)))
+        return StoredTensor(_type_name(self.infos[name].type_code), torch.from_numpy(self._rows(name)))
 
     def _rows(self, name: str) -> np.ndarray[Any, np.dtype[np.uint8]]:
         """uint8 (rows, bytes per row), in Hugging Face's row order."""
@@ -114,7 +124,7 @@ class GGUFSource:
 def load_gguf(path: Path) -> LoadedModel:
     """Reads the header, checks every tensor against the configuration and rebuilds the tokenizer; no weights are read.
     Raises ``LoadError``."""
-    header = read_header(path, _all_block_sizes())
+    header = read_header(path, _block_sizes())
     metadata, where = header.metadata, str(path)
     if metadata.get("split.count", 1) not in (0, 1):
         raise LoadError(
@@ -123,7 +133,7 @@ def load_gguf(path: Path) -> LoadedModel:
     config = _config(header)
     source = _source(header, config)
     tokenizer = gguf_tokenizer(metadata, config.vocab_size, where)
-    counts = Counter(_types()[info.type_code][0] for info in source.infos.values())
+    counts = Counter(_type_name(info.type_code) for info in source.infos.values())
     name = metadata.get("general.name")
     return LoadedModel(
         name=name if isinstance(name, str) and name else path.stem,
@@ -147,9 +157,9 @@ def _source(header: GGUFHeader, config: ModelConfig) -> GGUFSource:
             raise LoadError(f"{header.path}: tensor {stored!r} is missing")
         if info.dims != shape:
             raise LoadError(f"{header.path}: tensor {stored!r} has shape {info.dims}, but the model needs {shape}")
-        if info.type_code not in _types():
-            known = ", ".join(sorted(kind for kind, _, _ in _types().values()))
-            raise LoadError(f"{header.path}: tensor {stored!r} has type {info.type_code}; readable types are {known}")
+        if not _readable(info.type_code):
+            kind = _type_name(info.type_code)
+            raise LoadError(f"{header.path}: tensor {stored!r} is of type {kind}, which cannot be read as floats")
         infos[name] = info
     if left:
         raise LoadError(

@@ -46,8 +46,11 @@ def load_model(path: str | os.PathLike[str] | None = None) -> LoadedModel:
 def _load_file(place: Path) -> LoadedModel:
     from engine.loading.gguf_file import load_gguf
 
-    with place.open("rb") as file:
-        magic = file.read(4)
+    try:
+        with place.open("rb") as file:
+            magic = file.read(4)
+    except OSError as error:
+        raise LoadError(f"{place}: {error.strerror or error}") from None
     if place.suffix == ".gguf" or magic == b"GGUF":
         return load_gguf(place)
     if place.suffix == ".safetensors":

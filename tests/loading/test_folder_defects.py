@@ -52,7 +52,8 @@ def cut(path: Path, keep: float) -> None:
 
 
 def shard_of(folder: Path, name: str) -> Path:
-    return folder / json.loads((folder / INDEX).read_text())["weight_map"][name]
+    shard: str = json.loads((folder / INDEX).read_text())["weight_map"][name]
+    return folder / shard
 
 
 def replace(folder: Path, name: str, tensor: torch.Tensor) -> None:
@@ -108,7 +109,7 @@ SHARDED: dict[str, tuple[Callable[[Path], object], tuple[str, ...]]] = {
         ("generation_config.json", "eos_token_id"),
     ),
 }
-SINGLE: dict[str, tuple[Callable[[Path], object], tuple[str, ...]]] = {
+SINGLE: dict[str, tuple[Callable[[dict[str, torch.Tensor]], object], tuple[str, ...]]] = {
     "missing": (lambda t: t.pop(DOWN), (DOWN,)),
     "extra": (
         lambda t: t.update({"model.layers.2.mlp.up_proj.weight": torch.ones(96, 64)}),

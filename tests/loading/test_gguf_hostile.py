@@ -7,6 +7,7 @@ import struct
 import time
 import tracemalloc
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -15,7 +16,7 @@ from tests.models import write_gguf
 
 SECONDS, BYTES = 1.0, 50 << 20
 F32, Q8_0 = 0, 8
-TINY = {"num_layers": 1, "vocab_size": 300, "hidden_size": 32, "intermediate_size": 32}
+TINY: dict[str, Any] = {"num_layers": 1, "vocab_size": 300, "hidden_size": 32, "intermediate_size": 32}
 
 
 def text(value: str | bytes, length: int | None = None) -> bytes:

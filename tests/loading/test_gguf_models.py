@@ -131,7 +131,7 @@ def q6_k(values: np.ndarray[Any, Any]) -> bytes:
             [(quarter[0] & 15) | (quarter[2] & 15) << 4, (quarter[1] & 15) | (quarter[3] & 15) << 4]
         )
         high[half * 32 :][:32] = sum((quarter[i] >> 4) << 2 * i for i in range(4))
-    return low.tobytes() + high.tobytes() + steps.tobytes() + factor.tobytes()
+    return b"".join(part.tobytes() for part in (low, high, steps, factor))
 
 
 def q4_k(values: np.ndarray[Any, Any]) -> bytes:
@@ -246,6 +246,13 @@ def test_a_defect_is_named(name: str, plain: Path, tmp_path: Path) -> None:
     with pytest.raises(LoadError) as caught:
         load_model(rewrite(plain, tmp_path / "broken.gguf", change))
     assert all(word in str(caught.value) for word in words), str(caught.value)
+
+
+@pytest.mark.parametrize(("kind", "dtype"), [("I8", np.int8), ("I32", np.int32), ("F64", np.float64)])
+def test_types_that_are_no_weights_are_refused_by_name(kind: str, dtype: Any, plain: Path, tmp_path: Path) -> None:
+    packed = {"blk.0.ffn_up.weight": (np.zeros((96, 64), dtype), kind)}
+    with pytest.raises(LoadError, match=f"blk.0.ffn_up.weight' is of type {kind}"):
+        load_model(rewrite(plain, tmp_path / "broken.gguf", lambda metadata, tensors: None, packed))
 
 
 def test_an_unchanged_copy_loads(plain: Path, tmp_path: Path) -> None:

@@ -8,6 +8,7 @@ import sys
 import time
 from collections import Counter
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -60,7 +61,8 @@ def test_the_default_models_weights_answer_a_question_in_transformers(default: L
     assert default.template is not None
     assert default.tokenizer is not None
     values = {name: value for name, value in config_json(default.config).items() if name != "architectures"}
-    model = LlamaForCausalLM(LlamaConfig(**values)).eval()
+    model: Any = LlamaForCausalLM(LlamaConfig(**values))
+    model.eval()
     weights = {name: default.source.load(name) for name in default.source}
     model.load_state_dict(weights | {"lm_head.weight": weights["model.embed_tokens.weight"]}, strict=True)
     ids = torch.tensor([default.tokenizer.encode(default.template.render(CHAT))])

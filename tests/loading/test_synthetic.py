@@ -61,7 +61,8 @@ def test_transformers_loads_the_folder_and_its_logits_spread(family: str, tied: 
     from transformers import AutoModelForCausalLM
 
     folder = write_folder(tmp_path / "model", family, tie_word_embeddings=tied, shards=2)
-    model, info = AutoModelForCausalLM.from_pretrained(folder, output_loading_info=True)
+    loaded: Any = AutoModelForCausalLM.from_pretrained(folder, output_loading_info=True)
+    model, info = loaded
     assert not info["missing_keys"]
     assert not info["unexpected_keys"]
     generator = torch.Generator().manual_seed(0)

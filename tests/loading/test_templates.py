@@ -25,7 +25,7 @@ CHAT: list[dict[str, Any]] = [
     {"role": "tool", "content": "42"},
     {"role": "user", "content": [{"type": "text", "text": "one"}, {"type": "text", "text": "two"}]},
 ]
-TOOLS = [{"type": "function", "function": {"name": "f", "parameters": {"type": "object", "properties": {}}}}]
+TOOLS: list[Any] = [{"type": "function", "function": {"name": "f", "parameters": {"type": "object", "properties": {}}}}]
 TEMPLATES = {
     "chatml": "{%- for m in messages %}{{ '<|im_start|>' + m.role + '\n' }}{{ m.content }}<|im_end|>\n{% endfor -%}",
     "blocks on their own lines": "{% for m in messages %}\n    {% if m.content is string %}\n{{ m.content | trim }}\n"
@@ -57,12 +57,12 @@ TEMPLATES = {
 def test_renders_what_transformers_renders(name: str) -> None:
     from transformers.utils.chat_template_utils import render_jinja_template
 
-    tokens = {"bos_token": "<s>", "eos_token": "</s>"}
+    tokens: dict[str, Any] = {"bos_token": "<s>", "eos_token": "</s>"}
     ours = ChatTemplate(TEMPLATES[name], tokens).render(CHAT, tools=TOOLS)
-    theirs, _ = render_jinja_template(
+    theirs = render_jinja_template(
         [CHAT], tools=TOOLS, chat_template=TEMPLATES[name], add_generation_prompt=True, **tokens
     )
-    assert ours == theirs[0]
+    assert ours == theirs[0][0]
 
 
 def test_chatml_by_hand() -> None:

@@ -49,7 +49,8 @@ def qwen2_reference() -> Any:
 def llama3_reference() -> Any:
     from transformers.convert_slow_tokenizer import TikTokenConverter
 
-    split = pre_tokenizers.Split(Regex(TikTokenConverter().pattern), "isolated")
+    converter: Any = TikTokenConverter
+    split = pre_tokenizers.Split(Regex(converter().pattern), "isolated")
     return pre_tokenizers.Sequence([split, pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)])
 
 
