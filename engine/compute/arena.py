@@ -21,7 +21,7 @@ class Arena:
         self._buffers: dict[str, torch.Tensor] | None = None
 
     def take(self, name: str, *shape: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
-        """A tensor of ``shape`` with undefined content. Raises ``RuntimeError`` if it is larger than what was measured."""
+        """A tensor of ``shape`` with undefined content. Raises ``RuntimeError`` if it is larger than measured."""
         numel = math.prod(shape)
         if self._buffers is None:
             known, known_dtype = self._sizes.get(name, (0, dtype))

@@ -1,14 +1,15 @@
 """Which decode shapes are recorded: (rows, width in blocks) pairs, and what a list of them leaves uncovered (rule 12).
 
-The cost of a torch attention step grows with the captured width, not with the context, so the default widths double from
-one attention tile up to the longest table that a decode step can have: a step reads at most about twice its context.
+The cost of a torch attention step grows with the captured width, not with the context, so the default widths grow by
+a half or a third, from one attention tile up to the longest table that a decode step can have, and by the time that
+the cost of reading a context matters, a step reads at most half again as much of it as it needs.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterable
 
-from engine.compute.tiles import TILE
+from engine.compute.tiles import TILE, tiles_for
 
 Captures = tuple[tuple[int, int], ...]
 
@@ -19,7 +20,7 @@ def longest_table(max_model_len: int, block_size: int) -> int:
 
 
 def default_captures(max_num_seqs: int, max_model_len: int, block_size: int) -> Captures:
-    """Rows 1, 2, 4, ... ``max_num_seqs`` times widths of 1, 2, 4, ... tiles; covers every decode step."""
+    """Rows 1, 2, 4, ... ``max_num_seqs`` times widths of 1, 2, 3, 4, 6, 8, 12, ... tiles; covers every decode step."""
     return clean_captures(None, None, max_num_seqs=max_num_seqs, max_model_len=max_model_len, block_size=block_size)
 
 
@@ -38,13 +39,12 @@ def clean_captures(
     """
     most = longest_table(max_model_len, block_size)
     clean_rows = _clean("capture rows", _doubling(1, max_num_seqs) if rows is None else rows, max_num_seqs)
-    first_width = min(most, -(-TILE // block_size))
-    clean_widths = _clean("capture widths", _doubling(first_width, most) if widths is None else widths, most)
+    clean_widths = _clean("capture widths", _default_widths(most, block_size) if widths is None else widths, most)
     return tuple((r, w) for r in clean_rows for w in clean_widths)
 
 
 def captures_gap(captures: Captures, *, max_num_seqs: int, max_model_len: int, block_size: int) -> str | None:
-    """Which decode steps would run eagerly for want of a captured shape, in one sentence; ``None`` when there are none."""
+    """Which decode steps would run eagerly for want of a captured shape, in one sentence; ``None`` if none would."""
     most = longest_table(max_model_len, block_size)
     if not captures:
         return "nothing is captured, so every decode step runs eagerly"
@@ -68,6 +68,12 @@ def _doubling(first: int, last: int) -> list[int]:
         values.append(first)
         first *= 2
     return [*values, last]
+
+
+def _default_widths(most: int, block_size: int) -> list[int]:
+    tiles = _doubling(1, tiles_for(most * block_size))
+    tiles += [count * 3 // 2 for count in tiles if count > 1]
+    return [min(most, -(-count * TILE // block_size)) for count in tiles]
 
 
 def _clean(name: str, values: Iterable[int], most: int) -> list[int]:

@@ -5,27 +5,28 @@
                  x += down(silu(gate(norm(x))) * up(norm(x)))
     logits = head(norm(x)), only for rows that sample
 
-Decode steps and prefill differ in how attention is batched and in nothing else. Every buffer comes from the arena, so one
-and the same code is run eagerly and recorded.
+Decode steps and prefill differ in how attention is batched and in nothing else. Every buffer comes from the arena, so
+one and the same code is run eagerly and recorded.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from typing import Any
 
 import attrs
 import torch
 from torch import Tensor
 
 from engine.compute.arena import Arena
-from engine.compute.attention import Attention, Span
+from engine.compute.attention import AttendLayer, Attention, Span
 from engine.compute.graphs import Do
 from engine.compute.kernels import add, add_offsets, rms_norm, rotate, select_rows, silu_mul, write_rows
 from engine.compute.kv import KVPool
 from engine.compute.rope import rope_tables
-from engine.compute.weights import Layer, Weights
+from engine.compute.weights import Weights
 
-Attend = Callable[[int, int | None, Tensor, Tensor], None]  # layer, window, queries and out [n, heads, dim]
+MakeAttend = Callable[[Tensor, Tensor], AttendLayer]  # from the buffers of queries and output, each [n, heads, dim]
 
 
 @attrs.frozen(eq=False)
@@ -38,8 +39,8 @@ class Tokens:
 
 
 @attrs.frozen(eq=False)
-class _Scratch:
-    """Buffers of one step of n tokens; those that matrix products touch have room for padded pieces."""
+class _Padded:
+    """The buffers that matrix products read and write; they have room for padded pieces."""
 
     hidden: Tensor
     normed: Tensor
@@ -48,10 +49,24 @@ class _Scratch:
     projected: Tensor
     gate_up: Tensor
     activated: Tensor
+
+
+@attrs.frozen(eq=False)
+class _Scratch:
+    """What all layers of a step of n tokens share, made once per step: buffers, views of them, and whole calls."""
+
+    padded: _Padded
+    norm: tuple[Any, ...]
+    qk_norm: tuple[Any, ...]
+    residual: tuple[Any, ...]
+    silu_mul: tuple[Any, ...]
+    rotate: tuple[Any, ...]
     cos: Tensor
     sin: Tensor
-    turned: tuple[Tensor, Tensor, Tensor]
     cache_rows: Tensor
+    queries: Tensor
+    keys_values: Tensor
+    out: Tensor
 
 
 class Decoder:
@@ -70,10 +85,7 @@ class Decoder:
         positions = tables.shape[1] * self._pool.block_size
         context = attention.context(do, self._arena.take, tables, step.positions, step.positions, positions)
 
-        def attend(layer: int, window: int | None, queries: Tensor, out: Tensor) -> None:
-            attention.decode(do, context, layer, window, queries, out)
-
-        hidden = self._layers(do, step, attend)
+        hidden = self._layers(do, step, lambda queries, out: attention.decode(context, queries, out))
         return self._logits(do, hidden, rows, "logits")
 
     def prefill(self, do: Do, step: Tokens, spans: Sequence[Span], sampling: Tensor | None) -> Tensor | None:
@@ -90,11 +102,14 @@ class Decoder:
             asking = step.positions[part]
             contexts.append(attention.context(do, fresh, span.table, asking[-1:], asking, span.start + span.count))
 
-        def attend(layer: int, window: int | None, queries: Tensor, out: Tensor) -> None:
-            for span, part, context in zip(spans, parts, contexts, strict=True):
-                attention.prefill(do, context, span, layer, window, queries[part], out[part])
+        def make(queries: Tensor, out: Tensor) -> AttendLayer:
+            def attend(do: Do, layer: int, window: int | None) -> None:
+                for span, part, context in zip(spans, parts, contexts, strict=True):
+                    attention.prefill(do, context, span, layer, window, queries[part], out[part])
 
-        hidden = self._layers(do, step, attend)
+            return attend
+
+        hidden = self._layers(do, step, make)
         if sampling is None:
             return None
         count = len(sampling)
@@ -108,71 +123,81 @@ class Decoder:
     def _scratch(self, n: int) -> _Scratch:
         config, take = self._config, self._take
         room = self._weights.padded(n)
-        heads, dim = config.num_heads + config.num_kv_heads, config.head_dim
-        turned = take("turned", n, heads, dim)
+        heads, kv_heads, dim = config.num_heads, config.num_kv_heads, config.head_dim
+        turned = take("turned", n, heads + kv_heads, dim)
+        hidden = take("hidden", max(room, self._weights.head.ladder.padded(n)), config.hidden_size)
+        normed = take("normed", room, config.hidden_size)
+        qkv = take("qkv", room, (heads + 2 * kv_heads) * dim)
+        by_head = qkv[:n].view(n, heads + 2 * kv_heads, dim)
+        qk = by_head[:, : heads + kv_heads]
+        attended = take("attended", room, heads * dim)
+        projected = take("projected", room, config.hidden_size)
+        gate_up = take("gate up", room, 2 * config.intermediate_size)
+        activated = take("activated", room, config.intermediate_size)
+        gate, up = gate_up[:n].chunk(2, dim=1)
+        cos, sin = take("cos", n, dim), take("sin", n, dim)
         return _Scratch(
-            hidden=take("hidden", max(room, self._weights.head.ladder.padded(n)), config.hidden_size),
-            normed=take("normed", room, config.hidden_size),
-            qkv=take("qkv", room, (heads + config.num_kv_heads) * dim),
-            attended=take("attended", room, config.num_heads * dim),
-            projected=take("projected", room, config.hidden_size),
-            gate_up=take("gate up", room, 2 * config.intermediate_size),
-            activated=take("activated", room, config.intermediate_size),
-            cos=take("cos", n, dim),
-            sin=take("sin", n, dim),
-            turned=(turned, turned[..., : dim // 2], turned[..., dim // 2 :]),
-            cache_rows=self._arena.take("cache rows", n, 2, config.num_kv_heads, dtype=torch.int64),
+            padded=_Padded(hidden, normed, qkv, attended, projected, gate_up, activated),
+            norm=self._norm_call(hidden[:n], normed[:n]),
+            qk_norm=self._norm_call(qk, qk),
+            residual=(add, hidden[:n], projected[:n]),
+            silu_mul=(silu_mul, gate, up, activated[:n]),
+            cos=cos,
+            sin=sin,
+            rotate=(rotate, qk, qk[..., : dim // 2], qk[..., dim // 2 :], cos[:, None], sin[:, None])
+            + ((turned, turned[..., : dim // 2], turned[..., dim // 2 :]),),
+            cache_rows=self._arena.take("cache rows", n, 2, kv_heads, dtype=torch.int64),
+            queries=by_head[:, :heads],
+            keys_values=by_head[:, heads:],
+            out=attended[:n].view(n, heads, dim),
         )
 
-    def _layers(self, do: Do, step: Tokens, attend: Attend) -> Tensor:
+    def _layers(self, do: Do, step: Tokens, make_attend: MakeAttend) -> Tensor:
         """All layers; returns the buffer of hidden states, [:n] of which are meant."""
-        n, config = len(step.tokens), self._config
-        buffers = self._scratch(n)
-        hidden = buffers.hidden[:n]
-        do(select_rows, self._weights.embedding, step.tokens, hidden)
-        do(select_rows, self._cos, step.positions, buffers.cos)
-        do(select_rows, self._sin, step.positions, buffers.sin)
-        do(add_offsets, step.slots[:, None, None], self._attention.offsets, buffers.cache_rows)
+        n = len(step.tokens)
+        scratch = self._scratch(n)
+        buffers = scratch.padded
+        attend = make_attend(scratch.queries, scratch.out)
+        do(select_rows, self._weights.embedding, step.tokens, buffers.hidden[:n])
+        do(select_rows, self._cos, step.positions, scratch.cos)
+        do(select_rows, self._sin, step.positions, scratch.sin)
+        do(add_offsets, step.slots[:, None, None], self._attention.offsets, scratch.cache_rows)
+        cache_rows = scratch.cache_rows.view(n, -1)
         for index, layer in enumerate(self._weights.layers):
-            self._norm(do, hidden, layer.input_norm, buffers.normed[:n])
-            self._attend(do, index, layer, buffers, attend, n)
-            do(add, hidden, buffers.projected[:n])
-            self._norm(do, hidden, layer.post_norm, buffers.normed[:n])
+            do(rms_norm, layer.input_norm, *scratch.norm)
+            layer.qkv.apply(do, buffers.normed, n, buffers.qkv)
+            if layer.qk_norm is not None:
+                do(rms_norm, layer.qk_norm, *scratch.qk_norm)
+            do(*scratch.rotate)
+            do(write_rows, self._pool.rows[index], cache_rows, scratch.keys_values)
+            attend(do, index, layer.window)
+            layer.output.apply(do, buffers.attended, n, buffers.projected)
+            do(*scratch.residual)
+            do(rms_norm, layer.post_norm, *scratch.norm)
             layer.gate_up.apply(do, buffers.normed, n, buffers.gate_up)
-            gate, up = buffers.gate_up[:n].chunk(2, dim=1)
-            do(silu_mul, gate, up, buffers.activated[:n])
+            do(*scratch.silu_mul)
             layer.down.apply(do, buffers.activated, n, buffers.projected)
-            do(add, hidden, buffers.projected[:n])
-        assert config.num_layers == len(self._weights.layers)
+            do(*scratch.residual)
         return buffers.hidden
 
-    def _attend(self, do: Do, index: int, layer: Layer, buffers: _Scratch, attend: Attend, n: int) -> None:
-        """projected = output(attention(...)) of the normed hidden states; writes this step's keys and values first."""
-        config = self._config
-        heads, kv_heads, dim = config.num_heads, config.num_kv_heads, config.head_dim
-        layer.qkv.apply(do, buffers.normed, n, buffers.qkv)
-        qkv = buffers.qkv[:n].view(n, heads + 2 * kv_heads, dim)
-        qk = qkv[:, : heads + kv_heads]
-        if layer.qk_norm is not None:
-            self._norm(do, qk, layer.qk_norm, qk)
-        halves = qk[..., : dim // 2], qk[..., dim // 2 :]
-        do(rotate, qk, *halves, buffers.cos[:, None], buffers.sin[:, None], buffers.turned)
-        rows = buffers.cache_rows.view(n, 2 * kv_heads)
-        do(write_rows, self._pool.rows[index], rows, qkv[:, heads:])
-        attend(index, layer.window, qkv[:, :heads], buffers.attended[:n].view(n, heads, dim))
-        layer.output.apply(do, buffers.attended, n, buffers.projected)
-
-    def _norm(self, do: Do, x: Tensor, weight: Tensor, out: Tensor) -> None:
-        wide = x if x.dtype == torch.float32 else self._arena.take("norm wide", *x.shape)
-        square = self._arena.take("norm square", *x.shape)
-        scale = self._arena.take("norm scale", *x.shape[:-1], 1)
-        do(rms_norm, x, weight, self._config.rms_norm_eps, wide, square, scale, out)
+    def _norm_call(self, x: Tensor, out: Tensor) -> tuple[Any, ...]:
+        """The arguments of ``rms_norm`` after the weight."""
+        take = self._arena.take
+        wide = x if x.dtype == torch.float32 else take("norm wide", *x.shape)
+        return (
+            self._config.rms_norm_eps,
+            x,
+            wide,
+            take("norm square", *x.shape),
+            take("norm scale", *x.shape[:-1], 1),
+            out,
+        )
 
     def _logits(self, do: Do, hidden: Tensor, n: int, name: str) -> Tensor:
         """fp32 logits of the first n rows of ``hidden``, which has room for the head's padded rows."""
         room = self._weights.head.ladder.padded(n)
         normed = self._take("head normed", room, self._config.hidden_size)
         logits = self._take(name, room, self._config.vocab_size)
-        self._norm(do, hidden[:n], self._weights.final_norm, normed[:n])
+        do(rms_norm, self._weights.final_norm, *self._norm_call(hidden[:n], normed[:n]))
         self._weights.head.apply(do, normed, n, logits)
         return logits[:n]

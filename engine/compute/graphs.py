@@ -1,8 +1,8 @@
 """Recorded decode steps: a tape on CPU, CUDA graphs on CUDA, under one contract.
 
 A step is a function that calls ``do(kernel, *tensors)`` for everything that it computes. Run eagerly, ``do`` calls the
-kernel. Recorded, the addresses are frozen and the values are not: a replay reads whatever its input buffers hold by then,
-and its output buffer is valid until the next replay. On CPU recording executes nothing.
+kernel. Recorded, the addresses are frozen and the values are not: a replay reads whatever its input buffers hold by
+then, and its output buffer is valid until the next replay. On CPU recording executes nothing.
 """
 
 from __future__ import annotations
@@ -75,7 +75,7 @@ class CudaGraphs:
 
     def record(self, shape: Shape, step: Step) -> None:
         """Runs the step on a side stream first: libraries set themselves up lazily, which must not be captured."""
-        side = torch.cuda.Stream(self._device)
+        side = torch.cuda.Stream(self._device)  # type: ignore[no-untyped-call]
         side.wait_stream(torch.cuda.current_stream(self._device))
         with torch.cuda.stream(side):
             for _ in range(self._warmups):

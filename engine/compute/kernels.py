@@ -1,9 +1,10 @@
-"""The row-wise kernels, in torch: each writes into buffers that it is handed and allocates nothing that outlives the call.
+"""The row-wise kernels, in torch: each writes into buffers that it is handed and allocates nothing that outlives the
+call.
 
 What a row gets must not depend on its neighbours, to the bit. Vectorised loops treat the tail of an array differently
 from its body, and torch fuses multiply and add in one and not in the other (its silu and sigmoid differ there), so only
-operations with one correct result are used: add, subtract, multiply, divide, square root. Besides them exp, the sum over
-the last dimension and matrix products occur; those are measured at start (probe.py).
+operations with one correct result are used: add, subtract, multiply, divide, square root. Besides them exp, the sum
+over the last dimension and matrix products occur; those are measured at start (probe.py).
 """
 
 from __future__ import annotations
@@ -21,11 +22,11 @@ def add(x: Tensor, y: Tensor) -> None:
     x.add_(y)
 
 
-def rms_norm(x: Tensor, weight: Tensor, eps: float, wide: Tensor, square: Tensor, scale: Tensor, out: Tensor) -> None:
+def rms_norm(weight: Tensor, eps: float, x: Tensor, wide: Tensor, square: Tensor, scale: Tensor, out: Tensor) -> None:
     """out = x / sqrt(mean(x ** 2) + eps) * weight over the last dimension, in fp32.
 
-    ``wide`` and ``square`` are fp32 scratch of x's shape, ``scale`` the same with a last dimension of 1. ``wide`` may be
-    x itself when x is fp32; x and out may be one tensor.
+    ``wide`` and ``square`` are fp32 scratch of x's shape, ``scale`` the same with a last dimension of 1. ``wide`` may
+    be x itself when x is fp32; x and out may be one tensor.
     """
     if wide is not x:
         wide.copy_(x)
@@ -66,7 +67,7 @@ def select_rows(matrix: Tensor, rows: Tensor, out: Tensor) -> None:
 
 
 def write_rows(cache: Tensor, rows: Tensor, values: Tensor) -> None:
-    """cache[rows[i, j]] = values[i, j] for cache [m, d], rows [n, k], values [n, k, d]. Rows are distinct, but for trash."""
+    """cache[rows[i, j]] = values[i, j] for cache [m, d], rows [n, k], values [n, k, d]; rows distinct but for trash."""
     cache.index_put_((rows,), values)
 
 
@@ -87,9 +88,9 @@ def context_rows(
 ) -> None:
     """The cache row of every lane of every request; lanes beyond the last position lead to a row of zeros.
 
-    ``where``: tables [R, W], last positions [R, 1], lanes [L], block and offset of each lane [L]. ``layout``: cache rows
-    per block, the zero row, offsets of keys and values by head. ``base`` int64 and ``outside`` bool, both [R, L], are
-    written on the way; ``by_tile``: both of them seen tile by tile, and the output [2, nt, R, kv_heads, TILE].
+    ``where``: tables [R, W], last positions [R, 1], lanes [L], block and offset of each lane [L]. ``layout``: cache
+    rows per block, the zero row, offsets of keys and values by head. ``base`` int64 and ``outside`` bool, both [R, L],
+    are written on the way; ``by_tile``: both of them seen tile by tile, and the output [2, nt, R, kv_heads, TILE].
     """
     tables, last, lanes, block_of, offset_of = where
     rows_per_block, zero_row, offsets = layout
@@ -126,7 +127,8 @@ def batched_product(a: Tensor, b: Tensor, out: Tensor) -> None:
 def softmax_weights(
     scores: Tensor, over: tuple[int, int], masked: tuple[tuple[Tensor, Tensor], ...], peak: Tensor, sums: Tensor
 ) -> None:
-    """scores become exp(scores - peak), 0 where hidden; peak is their maximum over dimensions ``over``; sums are by tile.
+    """scores become exp(scores - peak), 0 where hidden; peak is their maximum over dimensions ``over``; sums are by
+    tile.
 
     ``masked``: views of ``scores`` with the masks that hide parts of them.
     """
@@ -138,7 +140,7 @@ def softmax_weights(
 
 
 def add_tiles(parts: tuple[Tensor, ...], out: Tensor) -> None:
-    """out = 0 + parts[0] + parts[1] + ... in this order. Starting from +0 keeps an all-zero tail from turning -0 to +0."""
+    """out = 0 + parts[0] + parts[1] + ... in this order. From +0, since later zeros would turn a -0 into +0."""
     out.zero_()
     for part in parts:
         out.add_(part)

@@ -8,8 +8,8 @@ One tensor per layer holds keys, then values, each as [blocks, kv_heads, block_s
 Padded rows write to the trash block and nobody reads it. The zero block is never written: attention reads it wherever a
 lane lies outside the context, so that neither stale nor poisoned memory ever meets a zero weight (0 x NaN is NaN).
 
-A *cache row* is one head of one position, ``head_dim`` numbers: row ``(block * kv_heads + head) * block_size + offset``.
-The *slot* of a position is the cache row of its head 0.
+A *cache row* is one head of one position, ``head_dim`` numbers: row ``(block * kv_heads + head) * block_size +
+offset``. The *slot* of a position is the cache row of its head 0.
 """
 
 from __future__ import annotations

@@ -16,6 +16,8 @@ from torch import Tensor
 from engine.compute.graphs import Do
 from engine.compute.probe import Ladder, UnstableMachine, probe, pseudo_random
 
+GOOD = 1.2  # a ladder of this score wastes little, so no other backend is tried
+
 Kernel = Callable[[Tensor, Any, Tensor | None, Tensor], None]  # x [m, k], weight, bias [n], out [m, n]
 
 
@@ -41,7 +43,7 @@ def can_pack(weight: Tensor) -> bool:
     return (
         weight.device.type == "cpu"
         and weight.dtype == torch.float32
-        and torch.backends.mkldnn.is_available()
+        and torch.backends.mkldnn.is_available()  # type: ignore[no-untyped-call]
         and hasattr(torch.ops.mkldnn, "_linear_pointwise")
         and hasattr(torch.ops.mkldnn, "_reorder_linear_weight")
     )
@@ -105,11 +107,11 @@ class Linears:
                 failure = error
                 continue
             found.append((kernel, ladder, prepared))
-            if ladder.score < 1.2:
+            if ladder.score(most) < GOOD:
                 break
         if not found:
             raise failure or UnstableMachine(f"{name}: no backend")
-        kernel, ladder, prepared = min(found, key=lambda entry: entry[1].score)
+        kernel, ladder, prepared = min(found, key=lambda entry: entry[1].score(most))
         return (kernel, ladder), prepared if kernel is packed_product else None
 
 

@@ -1,10 +1,12 @@
-"""The start-up probe: which row counts a matrix product may be run with, so that a row's bits never depend on the others.
+"""The start-up probe: which row counts a matrix product may be run with, so that a row's bits never depend on the
+others.
 
 A library picks another algorithm, hence another order of summation, for another number of rows. Where the borders lie
-differs by library, machine, thread count and shape, and there can be several, so no smallest safe count exists. The probe
-measures: it runs each product with real weights at a ladder of row counts, sorts the counts into classes of equal bytes
-and keeps one class. Every product is then run in pieces of those counts only. Within a class it also checks that a row's
-place and its neighbours' content change nothing. The choice depends on bytes and on a fixed cost model, never on a clock.
+differs by library, machine, thread count and shape, and there can be several, so no smallest safe count exists. The
+probe measures: it runs each product with real weights at a ladder of row counts, sorts the counts into classes of equal
+bytes and keeps one class. Every product is then run in pieces of those counts only. Within a class it also checks that
+a row's place and its neighbours' content change nothing. The choice depends on bytes and on a fixed cost model, never
+on a clock.
 """
 
 from __future__ import annotations
@@ -39,7 +41,7 @@ class Ladder:
         return next((rung for rung in self.rungs if rung >= rows), self.rungs[-1])
 
     def pieces(self, rows: int) -> tuple[int, ...]:
-        """Rungs whose sum is at least ``rows``: full pieces of the largest rung, then the smallest that holds the rest."""
+        """Rungs whose sum is at least ``rows``: pieces of the largest, then the smallest that holds the rest."""
         top = self.rungs[-1]
         full, rest = divmod(rows, top)
         return (top,) * full + ((self.rung(rest),) if rest else ())
@@ -50,10 +52,10 @@ class Ladder:
     def cost(self, rows: int) -> int:
         return sum(_OVERHEAD + piece for piece in self.pieces(rows))
 
-    @property
-    def score(self) -> float:
-        """Mean cost over what a server sees, relative to running exactly that many rows in one piece; lower is better."""
-        return sum(self.cost(rows) / (_OVERHEAD + rows) for rows in _LOADS) / len(_LOADS)
+    def score(self, most: int) -> float:
+        """Mean cost over what a server sees, up to ``most`` rows, relative to one piece of that size; 1 is ideal."""
+        loads = [min(rows, most) for rows in _LOADS]
+        return sum(self.cost(rows) / (_OVERHEAD + rows) for rows in loads) / len(loads)
 
 
 @attrs.frozen
@@ -90,11 +92,11 @@ def probe(name: str, product: Product, inputs: torch.Tensor, *, backend: str = "
     steady = [count for count in counts if _independent(product, inputs[:count], outputs[count])]
     if not steady:
         raise UnstableMachine(
-            f"{name}: with every row count tried ({', '.join(map(str, counts))}) the bits of a row depend on its place in"
-            " the batch or on its neighbours, so answers could not be reproduced; try another number of threads"
+            f"{name}: with every row count tried ({', '.join(map(str, counts))}) the bits of a row depend on its"
+            " place in the batch or on its neighbours, so answers could not be reproduced; try another number of threads"
         )
     classes = _classes(steady, outputs)
-    best = min((Ladder(name, rungs) for rungs in classes), key=lambda ladder: (ladder.score, ladder.rungs))
+    best = min((Ladder(name, rungs) for rungs in classes), key=lambda ladder: (ladder.score(counts[-1]), ladder.rungs))
     return attrs.evolve(best, classes=tuple(classes), backend=backend)
 
 

@@ -1,7 +1,7 @@
 """Block tables by cache row, as compute knows them: what the row operations of each plan say, and nothing else.
 
-A row's whole state is one line here and one object in the sampler; both follow a move. Cells without a block hold the trash
-block, so a table that is read beyond its length leads to no request's memory.
+A row's whole state is one line here and one object in the sampler; both follow a move. Cells without a block hold the
+trash block, so a table that is read beyond its length leads to no request's memory.
 """
 
 from __future__ import annotations

@@ -40,8 +40,8 @@ class ModelRunner:
     """A model on one device, behind ``Runner``.
 
     ``threads`` fixes torch's threads for the whole process: on CPU the bits of a row may depend on their number.
-    ``weights`` lets several runners of one model share what ``load_weights`` made. Raises ``LoadError`` for a bad tensor
-    and ``UnstableMachine`` when no kernel on this machine gives reproducible bits.
+    ``weights`` lets several runners of one model share what ``load_weights`` made. Raises ``LoadError`` for a bad
+    tensor and ``UnstableMachine`` when no kernel on this machine gives reproducible bits.
     """
 
     def __init__(
@@ -66,6 +66,8 @@ class ModelRunner:
             widest = max(limits.blocks_for(limits.max_model_len), *(width for _, width in limits.captures), 1)
             most = max(limits.max_num_seqs, *(rows for rows, _ in limits.captures), 1)
             self.arena = Arena(self._device)
+            possible = min(limits.max_num_batched_tokens, limits.max_num_seqs * limits.max_model_len)
+            self._prefill_tokens = min(PREFILL_TOKENS, possible)
             positions = max(limits.max_model_len, widest * limits.block_size)
             self._decoder = Decoder(self.weights, self.pool, self.arena, positions)
             self.inputs = StaticInputs(most, widest, self.pool, self._device)
@@ -121,7 +123,7 @@ class ModelRunner:
         limits = self.limits
         decode_tokens, tables = self.inputs.step(most, widest)
         self._decoder.decode(_nothing, decode_tokens, tables)
-        count = min(PREFILL_TOKENS, limits.max_num_batched_tokens, limits.max_num_seqs * limits.max_model_len)
+        count = self._prefill_tokens
         longest = min(count, limits.max_model_len)
         sampling = torch.zeros(min(count, limits.max_num_seqs), dtype=torch.int64, device=self._device)
         zeros = torch.zeros(count, dtype=torch.int64, device=self._device)
@@ -178,7 +180,7 @@ class ModelRunner:
     def _prefill(self, chunks: Sequence[Chunk]) -> list[Tensor]:
         """Logits of the chunks that sample, in order: tensors of [m, vocab]."""
         results = []
-        for batch in cut_chunks(chunks, PREFILL_TOKENS):
+        for batch in cut_chunks(chunks, self._prefill_tokens):
             logits = self._prefill_batch(batch)
             if logits is not None:
                 results.append(logits.clone())  # the next batch reuses the buffer

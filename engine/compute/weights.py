@@ -1,8 +1,8 @@
 """The model's tensors as the decoder wants them, pulled from their source one at a time.
 
-q, k and v are one matrix, and so are gate and up, since each pair or triple reads the same input. At no time do two float
-copies of the model exist: a matrix is packed and its source tensor dropped before the next one is read. A tied embedding
-is kept twice on CPU, as a table to look up and packed as the head.
+q, k and v are one matrix, and so are gate and up, since each pair or triple reads the same input. At no time do two
+float copies of the model exist: a matrix is packed and its source tensor dropped before the next one is read. A tied
+embedding is kept twice on CPU, as a table to look up and packed as the head.
 """
 
 from __future__ import annotations
