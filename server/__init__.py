@@ -1,1 +1,1 @@
-"""HTTP around the engine: OpenAI's endpoints, SGLang's ``/generate``, metrics and the command line. Imports nothing by itself."""
+"""HTTP around the engine: OpenAI's endpoints, SGLang's ``/generate``, metrics and the command line."""

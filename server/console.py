@@ -1,4 +1,4 @@
-"""What a person sees while the server starts: progress on stderr, then a table, a command to paste and the ready line."""
+"""What a person sees at start: progress on stderr, then a table, a command to paste and the ready line."""
 
 from __future__ import annotations
 

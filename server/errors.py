@@ -119,7 +119,7 @@ def of_validation(errors: Sequence[Any]) -> ApiError:
 
 
 def _field(loc: Sequence[Any]) -> str:
-    """``("body", "messages", 0, "content", "list[...]", 1)`` as ``messages[0].content[1]``: union branches are left out."""
+    """``("body", "messages", 0, "content", "list[...]", 1)`` as ``messages[0].content[1]``, without union branches."""
     path = ""
     for part in loc[1:] if loc and loc[0] == "body" else loc:
         if isinstance(part, int):

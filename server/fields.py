@@ -1,7 +1,7 @@
-"""Fields of a request that no schema names: unsupported ones are refused, harmless ones ignored, unknown ones warned about.
+"""Fields that no schema names: unsupported ones are refused, harmless ones ignored, unknown ones warned about.
 
-A client that asks for a tool call or a JSON schema and silently gets prose is worse off than with an error. A router or a
-newer client that adds a field of its own should not fail for it.
+A client that asks for a tool call or a JSON schema and silently gets prose is worse off than with an error. A router
+or a newer client that adds a field of its own should not fail for it.
 """
 
 from __future__ import annotations

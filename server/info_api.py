@@ -105,7 +105,7 @@ async def server_info(request: Request) -> Response:
             "model": context.model.name,
             "served_model_name": list(context.names),
             "system_fingerprint": context.fingerprint(),
-            "capacity": {name: value for name, value in engine.capacity()},
+            "capacity": dict(engine.capacity()),
             "max_model_len": limits.max_model_len,
             "max_num_seqs": limits.max_num_seqs,
             "max_num_batched_tokens": limits.max_num_batched_tokens,

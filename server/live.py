@@ -4,9 +4,9 @@
     -------------                                  ----------
     step -> (choice, token, text, end)  --batch--> Choice.arrive -> buffer -> Generation.news -> Delta -> client
 
-A choice's buffer merges: whoever reads slowly gets one larger delta later. So it never holds more than one answer, and the
-engine never waits for a client. A choice with stop strings gets its text from the engine thread, where the text can end
-the request (rule 13); the others are turned into text here, when somebody asks.
+A choice's buffer merges: whoever reads slowly gets one larger delta later. So it never holds more than one answer, and
+the engine never waits for a client. A choice with stop strings gets its text from the engine thread, where the text
+can end the request (rule 13); the others are turned into text here, when somebody asks.
 """
 
 from __future__ import annotations
@@ -140,7 +140,9 @@ class Generation:
         """
         while not all(choice.told for choice in self.choices):
             try:
-                async with asyncio.timeout(patience):  # not wait_for, which may swallow a cancellation that meets the news
+                async with asyncio.timeout(
+                    patience
+                ):  # not wait_for, which may swallow a cancellation that meets the news
                     await self._changed.wait()
             except TimeoutError:
                 yield []

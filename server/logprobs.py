@@ -1,4 +1,4 @@
-"""Log probabilities as the three endpoints write them. JSON has no minus infinity; -9999.0 stands for it, as in vLLM."""
+"""Log probabilities as the three endpoints write them. JSON has no minus infinity: -9999.0 stands for it."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ def finite(value: float) -> float:
 
 
 class Namer:
-    """The text of one token: its own bytes, or ``token_id:N`` where the client asked for that or there is no tokenizer."""
+    """The text of one token: its own bytes, or ``token_id:N`` on demand and where there is no tokenizer."""
 
     def __init__(self, tokenizer: Tokenizer | None, as_ids: bool = False) -> None:
         self._tokenizer = None if as_ids else tokenizer

@@ -1,4 +1,4 @@
-"""Logs to stderr, as text or as one JSON object a line. Nothing here or at any call site contains prompt or answer text."""
+"""Logs to stderr, as text or as one JSON object a line. Nothing that is logged contains prompt or answer text."""
 
 from __future__ import annotations
 

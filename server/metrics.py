@@ -1,14 +1,15 @@
 """Prometheus metrics with vLLM's names and meanings behind a prefix of our own, and what only this engine counts.
 
-Latencies are observed on the engine thread, step by step. Everything that the engine counts itself is not counted twice:
-each step leaves a frozen reading, and a scrape turns the latest one into samples. A registry of its own per application.
+Latencies are observed on the engine thread, step by step. Everything that the engine counts itself is not counted
+twice: each step leaves a frozen reading, and a scrape turns the latest one into samples. A registry of its own per
+application.
 """
 
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterator
-from typing import TYPE_CHECKING
+from collections.abc import Iterator, Mapping
+from typing import TYPE_CHECKING, TypeVar
 
 import attrs
 from prometheus_client import CollectorRegistry, Counter, Histogram, generate_latest
@@ -21,6 +22,8 @@ from server.bridge import StepTimes
 
 if TYPE_CHECKING:
     from engine.engine import Engine
+
+_Key = TypeVar("_Key", bound=tuple[str, ...])
 
 _TTFT = (
     0.001,
@@ -204,7 +207,7 @@ class _Readings(Collector):
             family.add_metric([self._metrics.model_name, "0", state], value)
         return family
 
-    def _total(self, name: str, text: str, labels: tuple[str, ...], values: dict[tuple[str, ...], int]) -> Metric:
+    def _total(self, name: str, text: str, labels: tuple[str, ...], values: Mapping[_Key, int]) -> Metric:
         """A counter; Prometheus' text format adds ``_total`` to its name."""
         family = CounterMetricFamily(f"{self._metrics.prefix}:{name}", text, labels=["model_name", "engine", *labels])
         for key, value in values.items():

@@ -46,7 +46,7 @@ def of_chat(body: ChatBody) -> SamplingParams:
     if body.max_tokens is not None and body.max_completion_tokens not in (None, body.max_tokens):
         raise ApiError(
             400,
-            f"max_tokens is {body.max_tokens} and max_completion_tokens is {body.max_completion_tokens}; give one of them",
+            f"max_tokens is {body.max_tokens}, but max_completion_tokens is {body.max_completion_tokens}",
             code="invalid_value",
             param="max_completion_tokens",
         )

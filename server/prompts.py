@@ -1,7 +1,7 @@
 """From the body's prompt or messages to token ids, off the event loop.
 
-Tokenising and rendering a long prompt takes seconds, and a health probe or another client's stream must not wait for it.
-The number of threads is small: they compete with the engine for the same cores.
+Tokenising and rendering a long prompt takes seconds, and a health probe or another client's stream must not wait for
+it. The number of threads is small: they compete with the engine for the same cores.
 """
 
 from __future__ import annotations
@@ -115,8 +115,8 @@ def read_messages(
     add_special_tokens: bool = False,
     kwargs: Mapping[str, Any] | None = None,
 ) -> Prompt:
-    """A conversation through the model's template. Raises ``ApiError`` 400, with the template's own words where it refused.
-    Runs on a worker thread."""
+    """A conversation through the model's template. Raises ``ApiError`` 400, with the template's own words where it
+    refused. Runs on a worker thread."""
     if model.template is None:
         raise _bad("messages", f"{model.name} has no chat template; use /v1/completions")
     if taken := sorted(_RESERVED & set(kwargs or {})):

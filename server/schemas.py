@@ -1,8 +1,8 @@
 """The bodies of requests, as OpenAI, vLLM and SGLang name their fields.
 
-Types and presence are checked here, ranges in ``engine.request``, so that HTTP and offline callers meet one rule. Types are
-strict: ``"5"``, ``5.0`` and ``true`` are not integers. Fields that are not named here land in ``model_extra`` and are
-judged by ``server.fields``.
+Types and presence are checked here, ranges in ``engine.request``, so that HTTP and offline callers meet one rule.
+Types are strict: ``"5"``, ``5.0`` and ``true`` are not integers. Fields that are not named here land in
+``model_extra`` and are judged by ``server.fields``.
 """
 
 from __future__ import annotations

@@ -1,9 +1,9 @@
 """One server process from the socket to the exit status.
 
-    bind the port -> answer /health with 503 -> load the model on the engine thread -> ready
+    the port is taken -> answer /health with 503 -> load the model on the engine thread -> ready
     SIGTERM or Ctrl-C -> refuse new requests -> let running ones finish -> end the rest -> exit 0
 
-The port is taken before the model is loaded, so that a port in use is told at once, and probes get an answer meanwhile.
+Probes get an answer while the model loads, since the engine thread loads it.
 """
 
 from __future__ import annotations
@@ -27,16 +27,12 @@ from server.app import create_lazy_app
 from server.bridge import Phase
 from server.context import Context
 from server.settings import ServerSettings
+from server.sockets import BACKLOG, StartError, url_of
 
-BACKLOG = 2048
 CLOSE_TIMEOUT = 5  # seconds for connections to close after the last answer
 EXIT_DEAD = 3
 
 log = structlog.get_logger("lockstep.serve")
-
-
-class StartError(Exception):
-    """Why the server cannot start, in one sentence."""
 
 
 class _Server(uvicorn.Server):
@@ -47,10 +43,10 @@ class _Server(uvicorn.Server):
         yield
 
 
-def serve(config: EngineConfig, settings: ServerSettings) -> int:
-    """Runs until a signal or the engine's death. Raises ``StartError`` for a port, setting or model that cannot work."""
+def serve(config: EngineConfig, settings: ServerSettings, sock: socket.socket) -> int:
+    """Runs until a signal or the engine's death, and returns the exit status. Raises ``StartError`` for a setting or a
+    model that cannot work. ``sock`` listens already."""
     logs.configure(settings.log_level, settings.log_format)
-    sock = bind(settings.host, settings.port)
     progress = console.StartProgress()
 
     def make() -> Engine:
@@ -76,9 +72,9 @@ def serve(config: EngineConfig, settings: ServerSettings) -> int:
         status = runner.run(_run(app, server, sock, url_of(settings.host, sock)))
     failure = context.bridge.failure
     if context.bridge.phase is Phase.FAILED and failure is not None:
-        if not isinstance(failure, (*_expected_errors(), ConfigError)):
-            log.error("the engine could not be started", exc_info=failure)
-        raise StartError(str(failure) or type(failure).__name__) from failure
+        if isinstance(failure, _settings_errors()):
+            raise StartError(str(failure)) from failure
+        log.critical("the engine could not be started", exc_info=failure)
     if context.bridge.alive:  # still loading, or stuck in a step: it cannot be ended, and must not hold up the exit
         sys.stdout.flush()
         sys.stderr.flush()
@@ -86,40 +82,11 @@ def serve(config: EngineConfig, settings: ServerSettings) -> int:
     return status
 
 
-def _expected_errors() -> tuple[type[Exception], ...]:
+def _settings_errors() -> tuple[type[Exception], ...]:
+    """What says in one sentence that a setting or a model is wrong; anything else is a failure of the engine."""
     from engine.loading.model import LoadError
 
-    return (LoadError, ValueError, OSError, ImportError)
-
-
-def bind(host: str, port: int) -> socket.socket:
-    """A listening socket. Raises ``StartError`` when the address is taken, not ours or not an address."""
-    try:
-        family, kind, protocol, _, address = socket.getaddrinfo(
-            host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
-        )[0]
-        sock = socket.socket(family, kind, protocol)
-    except (OSError, UnicodeError) as error:
-        raise StartError(f"--host {host}: {_reason(error)}") from None
-    sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-    try:
-        sock.bind(address)
-        sock.listen(BACKLOG)  # here, not later: only now it is certain that nobody else listens
-    except OSError as error:
-        sock.close()
-        raise StartError(f"port {port} on {host} cannot be used: {_reason(error)}") from None
-    sock.setblocking(False)
-    return sock
-
-
-def _reason(error: Exception) -> str:
-    return (getattr(error, "strerror", None) or str(error)).lower()
-
-
-def url_of(host: str, sock: socket.socket) -> str:
-    port = sock.getsockname()[1]
-    shown = {"0.0.0.0": "127.0.0.1", "::": "::1"}.get(host, host)
-    return f"http://[{shown}]:{port}" if ":" in shown else f"http://{shown}:{port}"
+    return (LoadError, ConfigError)
 
 
 async def _run(app: FastAPI, server: _Server, sock: socket.socket, url: str) -> int:

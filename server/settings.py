@@ -17,9 +17,9 @@ _METRIC_PREFIX = re.compile(r"[a-zA-Z_][a-zA-Z0-9_]*")
 class ServerSettings:
     """Settings of one HTTP front. Times are seconds, sizes bytes. Raises ``ConfigError`` for a value that cannot work.
 
-    ``served_model_name``: the names that requests may use; empty means the model's own name. ``api_keys``: with any, every
-    path but /health, /ready and /version asks for one. ``ping_interval``: a silent stream sends an SSE comment this often.
-    ``stall_timeout``: an iteration that runs longer makes /health answer 503.
+    ``served_model_name``: the names that requests may use; empty means the model's own name. ``api_keys``: with any,
+    every path but /health, /ready and /version asks for one. ``ping_interval``: a silent stream sends an SSE comment
+    this often. ``stall_timeout``: an iteration that runs longer makes /health answer 503.
     """
 
     host: str = "127.0.0.1"
@@ -45,7 +45,7 @@ class ServerSettings:
         if not _METRIC_PREFIX.fullmatch(self.metrics_prefix):
             raise ConfigError(
                 "metrics_prefix",
-                f"metrics_prefix is {self.metrics_prefix!r}, but must be letters, digits and _, and not begin with a digit",
+                f"metrics_prefix is {self.metrics_prefix!r}, but must be letters, digits and _, no digit first",
             )
         if not 1024 <= self.max_body_bytes <= 2**31:
             raise ConfigError(

@@ -1,4 +1,4 @@
-"""OpenAI's two answer shapes, completions and chat, streamed and whole. One id, ``created`` and model for all chunks."""
+"""OpenAI's two answer shapes, completions and chat, streamed and whole. All chunks share id, time and model."""
 
 from __future__ import annotations
 
@@ -74,8 +74,8 @@ class _OpenAIShape:
         self._counts[delta.index] += len(delta.tokens)
 
     def _finish(self, index: int, end: Finished | None) -> dict[str, Any]:
-        """The end of a choice, null until then. ``stop_reason``: the stop string or the client's own stop id that matched.
-        ``seed`` asked for again gives the same answer."""
+        """The end of a choice, null until then. ``stop_reason``: the stop string or the client's own stop id that
+        matched. ``seed`` asked for again gives the same answer."""
         if end is None:
             return {"finish_reason": None}
         reason = end.stop

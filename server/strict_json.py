@@ -20,7 +20,7 @@ def dumps(value: Any) -> bytes:
 
 
 def loads(body: bytes) -> Any:
-    """Raises ``json.JSONDecodeError`` for everything that is wrong with the text, its depth and its numbers included."""
+    """Raises ``json.JSONDecodeError`` for whatever is wrong with the text, its depth or its numbers."""
     try:
         return json.loads(body, parse_constant=_no_constant)
     except json.JSONDecodeError:

@@ -1,7 +1,7 @@
 """An engine with real control and text, and a runner made of arithmetic: the next token is a hash of seed and tokens.
 
-So an answer is a function of prompt, parameters and seed, as with a model, and a test decides when a step fails, blocks or
-says a given token. The prompt ``say(...)`` makes the runner repeat given ids.
+So an answer is a function of prompt, parameters and seed, as with a model, and a test decides when a step fails,
+blocks or says a given token.
 """
 
 from __future__ import annotations
@@ -23,8 +23,8 @@ NO_TEXT = range(500, 512)  # ids without a token in the synthetic vocabulary
 
 
 class StubRunner:
-    """``fail_at``: iterations that raise. ``gate``: when set to an Event, each step waits for it. ``script``: for a prompt's
-    ids, the tokens to say; then the hash goes on."""
+    """``fail_at``: iterations that raise. ``gate``: when set to an Event, each step waits for it. ``script``: for a
+    prompt's ids, the tokens to say; then the hash goes on."""
 
     def __init__(self, script: Callable[[tuple[int, ...]], Sequence[int]] = lambda prompt: ()) -> None:
         self.rows: dict[int, tuple[list[int], int, SamplingSpec]] = {}

@@ -1,7 +1,7 @@
-"""Bodies that must be refused: each with 4xx, OpenAI's error object and the field's name; after each the server is alive.
+"""Bodies that must be refused: each with 4xx, an error object and the field's name; after each the server lives.
 
-The table holds public bug reports of other servers (see the ids) as small cases. ALIVE is a control request whose text must
-not have changed.
+The table holds public bug reports of other servers (see the ids) as small cases. ALIVE is a control request whose text
+must not have changed.
 """
 
 from __future__ import annotations
@@ -32,7 +32,14 @@ def sampling(**values: Any) -> dict[str, Any]:
     return {"text": "hello", "sampling_params": values}
 
 
-INTEGERS = {"n": 64, "max_tokens": 2**31 - 1, "min_tokens": 2**31 - 1, "logprobs": 20, "top_k": 2**31 - 1, "seed": 2**63 - 1}
+INTEGERS = {
+    "n": 64,
+    "max_tokens": 2**31 - 1,
+    "min_tokens": 2**31 - 1,
+    "logprobs": 20,
+    "top_k": 2**31 - 1,
+    "seed": 2**63 - 1,
+}
 FLOATS = {
     "temperature": (-0.5, 1e308, -1e308),
     "top_p": (0, -1, 1.5, 1e308, -0.0),
@@ -113,7 +120,12 @@ BAD: list[tuple[str, str, Any, str | None]] = [
     ("generate-long", GENERATE, sampling(max_new_tokens=2000), "sampling_params.max_new_tokens"),
     ("generate-zero", GENERATE, sampling(max_new_tokens=0), "sampling_params.max_new_tokens"),
     ("generate-top-p", GENERATE, sampling(top_p=2), "sampling_params.top_p"),
-    ("generate-prompt-logprobs", GENERATE, {"text": "a", "return_logprob": True, "logprob_start_len": 0}, "logprob_start_len"),
+    (
+        "generate-prompt-logprobs",
+        GENERATE,
+        {"text": "a", "return_logprob": True, "logprob_start_len": 0},
+        "logprob_start_len",
+    ),
     ("generate-top-alone", GENERATE, {"text": "a", "top_logprobs_num": 3}, "top_logprobs_num"),
     ("generate-rid", GENERATE, {"text": "a", "rid": "a\nb"}, "rid"),
     ("tokenize-nothing", "/tokenize", {}, "prompt"),
@@ -122,7 +134,13 @@ BAD: list[tuple[str, str, Any, str | None]] = [
         (f"B169-{field}-{label}", COMPLETIONS, TEXT | {field: value}, field)
         for field, top in INTEGERS.items()
         for label, value in (
-            ("above", top + 1), ("64", 2**64), ("below", -(2**63) - 1), ("huge", 10**400), ("true", True), ("float", 1.5), ("text", "1"),
+            ("above", top + 1),
+            ("64", 2**64),
+            ("below", -(2**63) - 1),
+            ("huge", 10**400),
+            ("true", True),
+            ("float", 1.5),
+            ("text", "1"),
         )
     ),
     *(
@@ -208,14 +226,18 @@ def test_refused_raw(client: TestClient, control: str, path: str, body: bytes) -
     assert_alive(client, control)
 
 
-@pytest.mark.parametrize("content_type", ["text/plain", "", "application/x-www-form-urlencoded", "application/jsonx", "json"])
+@pytest.mark.parametrize(
+    "content_type", ["text/plain", "", "application/x-www-form-urlencoded", "application/jsonx", "json"]
+)
 def test_wrong_content_type(client: TestClient, control: str, content_type: str) -> None:
     headers = {"content-type": content_type} if content_type else {}
     assert_error(client.post(COMPLETIONS, content=json.dumps(CONTROL), headers=headers), 415)
     assert_alive(client, control)
 
 
-@pytest.mark.parametrize("content_type", ["application/json; charset=utf-8", "application/vnd.api+json", "Application/JSON"])
+@pytest.mark.parametrize(
+    "content_type", ["application/json; charset=utf-8", "application/vnd.api+json", "Application/JSON"]
+)
 def test_right_content_type(client: TestClient, content_type: str) -> None:
     response = client.post(COMPLETIONS, content=json.dumps(CONTROL), headers={"content-type": content_type})
     assert response.status_code == 200
@@ -255,9 +277,12 @@ def test_no_such_route(client: TestClient, method: str, path: str, status: int) 
 
 
 @pytest.mark.parametrize(
-    ("prompt", "max_tokens", "generated"), [(46, None, 2), (47, None, 1), (47, 1, 1), (46, 2, 2), (44, 4, 4), (32, 16, 16)]
+    ("prompt", "max_tokens", "generated"),
+    [(46, None, 2), (47, None, 1), (47, 1, 1), (46, 2, 2), (44, 4, 4), (32, 16, 16)],
 )
-def test_lengths_at_the_limit(client: TestClient, control: str, prompt: int, max_tokens: int | None, generated: int) -> None:
+def test_lengths_at_the_limit(
+    client: TestClient, control: str, prompt: int, max_tokens: int | None, generated: int
+) -> None:
     """B102: what just fits is served to the last token."""
     body = {"input_ids": [5] * prompt, "sampling_params": {"max_new_tokens": max_tokens, "ignore_eos": True}}
     answer = client.post(GENERATE, json=body).json()

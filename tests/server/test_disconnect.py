@@ -56,7 +56,9 @@ def test_leaving_while_queued_and_while_prefilling(spec: str, stream: bool) -> N
 
     async def main() -> None:
         world = World(max_num_seqs=1, max_num_batched_tokens=2)
-        first = world.post("/v1/completions", LONG | {"prompt": list(range(3, 23)), "max_tokens": 5, "stream": stream}, spec)
+        first = world.post(
+            "/v1/completions", LONG | {"prompt": list(range(3, 23)), "max_tokens": 5, "stream": stream}, spec
+        )
         await world.submitted()
         await world.step()
         assert set(world.engine.ledger().status.values()) == {"prefilling"}
@@ -149,7 +151,8 @@ def test_slow_reader_merges_and_costs_nobody_else(spec: str) -> None:
     asyncio.run(main())
 
 
-def test_a_reader_that_stalls_and_leaves_leaves_nothing(spec: str = "2.4") -> None:
+@both
+def test_a_reader_that_stalls_and_leaves_leaves_nothing(spec: str) -> None:
     async def main() -> None:
         world = World()
         slow = world.post("/v1/completions", LONG | {"stream": True}, spec)

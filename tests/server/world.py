@@ -34,7 +34,7 @@ class World:
 
     async def until(self, condition: Callable[[], bool]) -> None:
         async with asyncio.timeout(PATIENCE):
-            while not condition():
+            while not condition():  # noqa: ASYNC110 - what is waited for happens on other threads
                 await asyncio.sleep(0.001)
 
     async def submitted(self, count: int = 1) -> None:
@@ -136,7 +136,8 @@ class Exchange:
 
 
 def parse_events(data: bytes) -> list[Any]:
-    """The events of a stream; ``[DONE]`` stays a string. Fails on anything that is not LF-framed ``data:`` or a comment."""
+    """The events of a stream; ``[DONE]`` stays a string. Fails on anything that is not LF-framed ``data:`` or a
+    comment."""
     events: list[Any] = []
     assert data.endswith(b"\n\n")
     for block in data[:-2].split(b"\n\n"):

@@ -1,0 +1,140 @@
+"""Before FastAPI: ids, keys, sizes. And the fields that nobody named."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import structlog
+from starlette.testclient import TestClient
+
+from server.app import create_app
+from server.asgi import OPEN_PATHS, clean_id
+from server.fields import MAX_NAMES, UNSUPPORTED, FieldJudge
+from server.settings import ServerSettings
+from tests.server.stub import stub_engine
+from tests.server.test_bodies import assert_error, wait_ready
+
+COMPLETIONS = "/v1/completions"
+BODY: dict[str, Any] = {"prompt": "hello", "max_tokens": 3}
+KEY = "SENTINEL-key"
+
+
+@pytest.fixture(scope="module")
+def client() -> Iterator[TestClient]:
+    with TestClient(create_app(stub_engine(), ServerSettings(max_body_bytes=5000))) as client:
+        wait_ready(client)
+        yield client
+
+
+@pytest.fixture(scope="module")
+def guarded() -> Iterator[TestClient]:
+    with TestClient(create_app(stub_engine(), ServerSettings(api_keys=("other", KEY)))) as client:
+        wait_ready(client)
+        yield client
+
+
+def test_request_id_is_echoed_and_never_the_engines(client: TestClient) -> None:
+    """B130: the same id twice at once is two requests."""
+    answers = [client.post(COMPLETIONS, json=BODY, headers={"X-Request-Id": "same.id-1"}) for _ in range(2)]
+    assert [answer.headers["x-request-id"] for answer in answers] == ["same.id-1"] * 2
+    assert len({answer.json()["id"] for answer in answers}) == 2
+    assert "same.id-1" not in answers[0].text
+    made = client.get("/nope").headers["x-request-id"]
+    assert len(made) == 32
+
+
+@pytest.mark.parametrize("given", ["", "a b", "a\nb", "x" * 129, "<script>", "é"])
+def test_a_harmful_id_is_replaced(given: str) -> None:
+    assert clean_id(given) != given
+
+
+@pytest.mark.parametrize("size", [4999, 5000])
+def test_body_that_fits(client: TestClient, size: int) -> None:
+    body = json.dumps(BODY).encode()
+    assert (
+        client.post(COMPLETIONS, content=body.ljust(size), headers={"content-type": "application/json"}).status_code
+        == 200
+    )
+
+
+def test_body_that_does_not_fit(client: TestClient) -> None:
+    """By its announced length, and by the bytes that come without one."""
+    big = b" " * 5001
+    headers = {"content-type": "application/json"}
+    assert_error(client.post(COMPLETIONS, content=big, headers=headers), 413)
+    chunks = iter([b" " * 2000] * 3)
+    assert_error(client.post(COMPLETIONS, content=chunks, headers=headers), 413)
+    assert client.post(COMPLETIONS, json=BODY).status_code == 200
+
+
+@pytest.mark.parametrize("header", [None, "Bearer wrong", f"Basic {KEY}", KEY, "Bearer ", f"Bearer {KEY}x"])
+def test_every_route_but_the_listed_ones_asks_for_a_key(guarded: TestClient, header: str | None) -> None:
+    """B157: all routes are enumerated, and odd spellings of paths are tried."""
+    headers = {"Authorization": header} if header else {}
+    paths = set(guarded.app.openapi()["paths"])  # type: ignore[attr-defined]
+    assert {"/generate", "/tokenize", "/server_info"} <= paths
+    paths |= {"/openapi.json", "//v1/models", "/V1/models", "/v1/models/", "/nope", "/health/", "//health", "/metrics/"}
+    for path in paths:
+        for method in ("GET", "POST", "OPTIONS", "HEAD"):
+            response = guarded.request(method, path, headers=headers)
+            if path in OPEN_PATHS:
+                assert response.status_code in (200, 405)
+            else:
+                assert response.status_code == 401, (method, path)
+                assert response.headers["www-authenticate"] == "Bearer"
+
+
+@pytest.mark.parametrize("key", ["other", KEY])
+def test_each_key_opens(guarded: TestClient, key: str) -> None:
+    assert guarded.post(COMPLETIONS, json=BODY, headers={"Authorization": f"Bearer {key}"}).status_code == 200
+    assert guarded.get("/metrics", headers={"Authorization": f"bearer {key}"}).status_code == 200
+
+
+def test_neither_key_nor_prompt_is_told_to_anybody(capsys: pytest.CaptureFixture[str]) -> None:
+    """B159."""
+    settings = ServerSettings(api_keys=(KEY,))
+    assert KEY not in repr(settings)
+    with TestClient(create_app(stub_engine(), settings)) as client:
+        wait_ready(client)
+        headers = {"Authorization": f"Bearer {KEY}"}
+        bodies = [
+            client.post(COMPLETIONS, json={"prompt": "SENTINEL-prompt", "SENTINEL": 1}, headers=headers).text,
+            client.post(COMPLETIONS, json={"prompt": "SENTINEL-prompt" * 50}, headers=headers).text,
+            *(
+                client.get(path, headers=headers).text
+                for path in ("/metrics", "/server_info", "/model_info", "/openapi.json")
+            ),
+        ]
+    assert not [body for body in bodies if KEY in body or "SENTINEL-prompt" in body]
+    printed = capsys.readouterr()
+    assert KEY not in printed.out + printed.err
+    assert "SENTINEL-prompt" not in printed.out + printed.err
+    assert "field=SENTINEL" in printed.out + printed.err  # the capture sees the log at all
+
+
+def test_unknown_fields_are_named_once() -> None:
+    judge = FieldJudge()
+    with structlog.testing.capture_logs() as logs:
+        for _ in range(3):
+            judge.judge({"new_thing": 1, "user": "me", "rid": "x"})
+        judge.judge({f"f{i}": 1 for i in range(2 * MAX_NAMES)})
+    assert [entry["field"] for entry in logs[:1]] == ["new_thing"]
+    assert len(logs) == MAX_NAMES
+
+
+@pytest.mark.parametrize("name", UNSUPPORTED)
+def test_unsupported_fields_are_refused_unless_they_ask_for_nothing(client: TestClient, name: str) -> None:
+    for calm in UNSUPPORTED[name]:
+        assert client.post(COMPLETIONS, json=BODY | {name: calm}).status_code == 200
+    error = assert_error(client.post(COMPLETIONS, json=BODY | {name: {"x": "y" * 500}}), 400)
+    assert error["param"] == name
+    assert error["code"] == "unsupported_parameter"
+
+
+def test_best_of_equal_to_n_asks_for_nothing(client: TestClient) -> None:
+    assert client.post(COMPLETIONS, json=BODY | {"n": 3, "best_of": 3}).status_code == 200
+    assert client.post(COMPLETIONS, json=BODY | {"n": 3, "best_of": 4}).status_code == 400
+    assert client.post(COMPLETIONS, json=BODY | {"best_of": True}).status_code == 400
