@@ -133,7 +133,9 @@ class Engine:
         """
         params.check_vocabulary(self.limits.vocab_size)
         if params.stop and len(texts) != params.n:
-            raise InvalidRequest("stop", f"{params.n} choices with stop strings need {params.n} texts, got {len(texts)}")
+            raise InvalidRequest(
+                "stop", f"{params.n} choices with stop strings need {params.n} texts, got {len(texts)}"
+            )
         seed = self._draw_seed() if params.seed is None else params.seed
         seeds = tuple(choice_seed(seed, choice) for choice in range(params.n))
         stop_ids = frozenset(params.stop_token_ids) | (frozenset() if params.ignore_eos else self._eos)

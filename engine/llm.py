@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from contextlib import nullcontext
-from typing import Any
+from typing import Any, cast
 
 import attrs
 
@@ -103,7 +103,7 @@ class LLM:
         Raises ``InvalidRequest`` (its message starts with the prompt's index). A step that fails ends its requests with
         finish reason ``error``. Ctrl-C aborts what is running and leaves the engine usable.
         """
-        batch = [prompts] if _is_one(prompts) else list(prompts)  # type: ignore[list-item, arg-type]
+        batch = _as_batch(prompts)
         each = list(params) if isinstance(params, Sequence) else [params or SamplingParams()] * len(batch)
         if len(each) != len(batch):
             raise InvalidRequest("params", f"{len(each)} sampling parameters were given for {len(batch)} prompts")
@@ -152,7 +152,7 @@ class LLM:
     def _submit(self, ids: list[int], params: SamplingParams) -> list[tuple[int, _Live]]:
         texts = [
             TextStream(
-                self.engine.model.tokenizer,  # type: ignore[arg-type]
+                self.engine.model.tokenizer,
                 ids,
                 stop=params.stop,
                 include_stop=params.include_stop_str_in_output,
@@ -182,7 +182,10 @@ class LLM:
             try:
                 while pending or running:
                     # The queue has a bound; what does not fit yet waits here.
-                    while pending and len(self.engine.scheduler.waiting) + pending[-1][1].n <= self.engine.limits.max_waiting:
+                    while (
+                        pending
+                        and len(self.engine.scheduler.waiting) + pending[-1][1].n <= self.engine.limits.max_waiting
+                    ):
                         group = self._submit(*pending.pop())
                         groups.append([live for _, live in group])
                         running.update(group)
@@ -203,8 +206,11 @@ class LLM:
         ]
 
 
-def _is_one(prompts: Prompt | Sequence[Prompt]) -> bool:
-    return isinstance(prompts, str) or (len(prompts) > 0 and isinstance(prompts[0], int))
+def _as_batch(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:
+    """A text or a list of token ids is one prompt; anything else is a list of prompts."""
+    if isinstance(prompts, str) or (prompts and isinstance(prompts[0], int)):
+        return [cast(Prompt, prompts)]
+    return list(cast(Sequence[Prompt], prompts))
 
 
 class _bar:

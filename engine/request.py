@@ -95,7 +95,9 @@ class SamplingParams:
 
     def _check_stops(self) -> None:
         if len(self.stop) > MAX_STOP_STRINGS:
-            raise InvalidRequest("stop", f"stop has {len(self.stop)} strings, but at most {MAX_STOP_STRINGS} are allowed")
+            raise InvalidRequest(
+                "stop", f"stop has {len(self.stop)} strings, but at most {MAX_STOP_STRINGS} are allowed"
+            )
         for text in self.stop:
             if not isinstance(text, str) or not 1 <= len(text) <= MAX_STOP_CHARS:
                 raise InvalidRequest("stop", f"each stop string must have 1 to {MAX_STOP_CHARS} characters")
@@ -105,20 +107,26 @@ class SamplingParams:
 
     def _check_bias(self) -> None:
         if len(self.logit_bias) > MAX_LOGIT_BIAS:
-            raise InvalidRequest("logit_bias", f"logit_bias has {len(self.logit_bias)} entries, at most {MAX_LOGIT_BIAS} are allowed")
+            raise InvalidRequest(
+                "logit_bias", f"logit_bias has {len(self.logit_bias)} entries, at most {MAX_LOGIT_BIAS} are allowed"
+            )
         for token, bias in self.logit_bias.items():
             if not isinstance(token, int) or isinstance(token, bool) or token < 0:
                 raise InvalidRequest("logit_bias", f"logit_bias key {token!r:.40} is not a token id")
             good = isinstance(bias, (int, float)) and not isinstance(bias, bool) and -100 <= bias <= 100
             if not good:
-                raise InvalidRequest("logit_bias", f"logit_bias for token {token} is {bias!r:.40}, but must be in [-100, 100]")
+                raise InvalidRequest(
+                    "logit_bias", f"logit_bias for token {token} is {bias!r:.40}, but must be in [-100, 100]"
+                )
 
     def check_vocabulary(self, vocab_size: int) -> None:
         """Token ids in ``logit_bias`` and ``stop_token_ids`` must lie below the model's vocabulary size."""
         for name, ids in (("logit_bias", self.logit_bias), ("stop_token_ids", self.stop_token_ids)):
             for token in ids:
                 if token >= vocab_size:
-                    raise InvalidRequest(name, f"{name} names token {token}, but the model's vocabulary has {vocab_size}")
+                    raise InvalidRequest(
+                        name, f"{name} names token {token}, but the model's vocabulary has {vocab_size}"
+                    )
 
     @property
     def greedy(self) -> bool:

@@ -70,12 +70,13 @@ def _queues(s: Scheduler) -> Iterator[str]:
     for name, queue in (("waiting", s.waiting), ("running", s.running)):
         for before, after in pairwise(queue):
             if before.order >= after.order:
-                yield f"the {name} queue has request {before.id} (priority {before.priority}) before request {after.id} (priority {after.priority})"
+                yield f"the {name} queue has request {before.id} before request {after.id}: orders {before.order}, {after.order}"
     for request in s.waiting:
         if request.status is not Status.WAITING:
             yield f"request {request.id} stands in the waiting queue, but is {request.status}"
         if request.table or request.row is not None or request.computed:
-            yield f"request {request.id} is waiting, but holds blocks {request.table}, row {request.row}, computed {request.computed}"
+            held = f"blocks {request.table}, row {request.row}, computed {request.computed}"
+            yield f"request {request.id} is waiting, but holds {held}"
     for request in s.running:
         if request.status is Status.WAITING:
             yield f"request {request.id} stands among the running ones, but is waiting"
@@ -84,7 +85,8 @@ def _queues(s: Scheduler) -> Iterator[str]:
         yield f"request {request_id} is known, but stands in no queue"
     for request_id, times in known.items():
         if times > 1 or request_id not in s.requests:
-            yield f"request {request_id} stands {times} times in the queues and is {'known' if request_id in s.requests else 'unknown'}"
+            known_as = "known" if request_id in s.requests else "unknown"
+            yield f"request {request_id} stands {times} times in the queues and is {known_as}"
 
 
 def _progress(s: Scheduler) -> Iterator[str]:
