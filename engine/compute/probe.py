@@ -91,9 +91,10 @@ def probe(name: str, product: Product, inputs: torch.Tensor, *, backend: str = "
     outputs = {count: product(inputs[:count]).clone() for count in counts}
     steady = [count for count in counts if _independent(product, inputs[:count], outputs[count])]
     if not steady:
+        tried = ", ".join(map(str, counts))
         raise UnstableMachine(
-            f"{name}: with every row count tried ({', '.join(map(str, counts))}) the bits of a row depend on its"
-            " place in the batch or on its neighbours, so answers could not be reproduced; try another number of threads"
+            f"{name}: with every row count tried ({tried}) the bits of a row depend on its place in the batch or on its"
+            " neighbours, so answers could not be reproduced; try another number of threads"
         )
     classes = _classes(steady, outputs)
     best = min((Ladder(name, rungs) for rungs in classes), key=lambda ladder: (ladder.score(counts[-1]), ladder.rungs))

@@ -59,19 +59,23 @@ class ModelRunner:
             torch.set_num_threads(threads)
         self.limits = limits
         self._device = torch.device(device)
+        if weights is None:
+            with torch.inference_mode():
+                weights = load_weights(model, self._device, dtype, progress)
+        self.weights = weights
+        config = weights.config
+        self.pool = KVPool(config, limits.num_blocks, limits.block_size, self._device, weights.dtype)
+        widest = max(limits.blocks_for(limits.max_model_len), *(width for _, width in limits.captures), 1)
+        most = max(limits.max_num_seqs, *(rows for rows, _ in limits.captures), 1)
+        possible = min(limits.max_num_batched_tokens, limits.max_num_seqs * limits.max_model_len)
+        self._prefill_tokens = min(PREFILL_TOKENS, possible)
+        self.arena = Arena(self._device)
+        self.inputs = StaticInputs(most, widest, self.pool, self._device)
         with torch.inference_mode():
-            self.weights = load_weights(model, self._device, dtype, progress) if weights is None else weights
-            config = self.weights.config
-            self.pool = KVPool(config, limits.num_blocks, limits.block_size, self._device, self.weights.dtype)
-            widest = max(limits.blocks_for(limits.max_model_len), *(width for _, width in limits.captures), 1)
-            most = max(limits.max_num_seqs, *(rows for rows, _ in limits.captures), 1)
-            self.arena = Arena(self._device)
-            possible = min(limits.max_num_batched_tokens, limits.max_num_seqs * limits.max_model_len)
-            self._prefill_tokens = min(PREFILL_TOKENS, possible)
             positions = max(limits.max_model_len, widest * limits.block_size)
-            self._decoder = Decoder(self.weights, self.pool, self.arena, positions)
-            self.inputs = StaticInputs(most, widest, self.pool, self._device)
+            self._decoder = Decoder(weights, self.pool, self.arena, positions)
             self._measure(most, widest)
+        self.arena.allocate()
         self.rows = RowState(limits.max_num_seqs, widest, self.pool.trash_block)
         self.sampler = Sampler(limits.max_num_seqs, config.vocab_size, self._device)
         self._graphs = graphs_for(self._device)
@@ -129,7 +133,6 @@ class ModelRunner:
         zeros = torch.zeros(count, dtype=torch.int64, device=self._device)
         span = Span(0, longest, limits.max_model_len - longest, tables[:1])
         self._decoder.prefill(_nothing, Tokens(zeros, zeros, zeros), [span], sampling)
-        self.arena.allocate()
 
     # Iterations ----------------------------------------------------------------------------------------------------
 
