@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import attrs
+from rich.box import SIMPLE_HEAD
 from rich.console import Console
 from rich.table import Table
 
@@ -147,20 +148,20 @@ def show_matrix(options: Options) -> int:
 
 
 def _matrix_table(result: Matrix) -> None:
-    """Cells: workloads in which the check fired, judged alone. Bold with *: must fire. !: should have, and did not."""
-    table = Table(title=f"faults x checks, {result.rows[0].workloads} workloads each; * must fire", title_justify="left")
+    """A cell counts the workloads in which the check fired, judged alone; 0! is a check that must fire and did not."""
+    table = Table(title=f"faults x checks, {result.rows[0].workloads} workloads each; * must fire", title_justify="left", box=SIMPLE_HEAD)
     table.add_column("fault", no_wrap=True)
-    table.add_column("what is wrong", max_width=44)
+    table.add_column("what is wrong")
     for check in ORDER:
         table.add_column(check, justify="right")
     for row in result.rows:
         expect = CATALOGUE[row.fault].expect if row.fault else ()
         cells = [_cell(row.fired[check], check in expect) for check in ORDER]
         table.add_row(row.fault or "-", CATALOGUE[row.fault].title if row.fault else "(no fault)", *cells)
-    seen = [str(sum(bool(row.alone[check] or row.earlier[check]) for row in result.rows)) for check in ORDER]
+    seen = [str(len(result.proofs(check))) for check in ORDER]
     table.add_section()
     table.add_row("", "faults that it sees alone or first", *seen)
-    Console(width=None if sys.stdout.isatty() else 160).print(table)
+    Console(width=None if sys.stdout.isatty() else 190).print(table)
 
 
 def _cell(times: int, expected: bool) -> str:

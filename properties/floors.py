@@ -28,7 +28,7 @@ FLOORS: Mapping[str, float] = {
     "aborted while prefilling": 0.01,
     "aborted while decoding": 0.06,
     "aborted while preempted": 0.005,
-    "aborted while finished": 0.18,
+    "aborted while over": 0.15,
     "chunked": 0.2,
     "mixed step": 0.2,
     "budget exhausted": 0.14,
@@ -76,8 +76,7 @@ class Occurrences:
     def refused(self, reason: str) -> None:
         self._seen[f"refused: {reason}"] += 1
 
-    def abort(self, request: int, state: Mapping[str, Any]) -> None:
-        status = state["status"].get(request, "finished")
+    def abort(self, request: int, status: str) -> None:
         if status == "waiting" and self._preempted[request]:
             status = "preempted"
         self._seen[f"aborted while {status}"] += 1

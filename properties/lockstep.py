@@ -115,6 +115,7 @@ class Lockstep:
         self._steps: list[Step] = []
         self._findings: dict[str, Finding] = {}
         self._callers: dict[int, Caller] = {}
+        self._over: set[int] = set()  # ended, or asked to
         self._totals = Totals()
         self._occurrences = Occurrences(workload.shape)
         self._state: dict[str, Any] = self._model.state()
@@ -162,13 +163,19 @@ class Lockstep:
                 self._callers[request] = Caller.of(request, first_id, event, settled)
         except Refused as refusal:
             theirs = refusal.reason
+            self._events[-1] = f"({self._events[-1]} {refusal.reason})"
             self._occurrences.refused(refusal.reason)
         if self._rung is not None and mine != theirs and self._watching("decisions"):
             fact = Fact(f"submit r{first_id}", _answer(mine), _answer(theirs))
             self._found(Finding("decisions", self._iteration + 1, "the door differs", (fact,)))
 
     def abort(self, request: int) -> None:
-        self._occurrences.abort(request, self._state)
+        if request in self._callers and request not in self._over:
+            self._occurrences.abort(request, self._state["status"].get(request, "waiting"))
+        else:
+            self._occurrences.abort(request, "over")
+            self._events[-1] = f"({self._events[-1]})"  # changes nothing, and the timeline says so
+        self._over.add(request)
         if (rung := self._rung) is not None:
             self._guarded(lambda: rung.abort(request), self._iteration + 1)
         self._model.abort(request)
@@ -198,6 +205,7 @@ class Lockstep:
             self._keep(step, record, ledger)
         for request, token in step.get("sampled", ()):
             self._callers[request].tokens.append(token)
+        self._over.update(request for request, _ in step.get("finished", ()))
         if self._iteration == self._until:
             raise Stop
         if self._iteration >= self._limit:

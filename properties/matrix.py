@@ -64,7 +64,12 @@ class Matrix:
         return said
 
     def useless(self) -> list[str]:
-        return [check for check in ORDER if not any(row.alone[check] or row.earlier[check] for row in self.rows)]
+        return [check for check in ORDER if not self.proofs(check)]
+
+    def proofs(self, check: str) -> list[str]:
+        """The faults that this check sees alone, or in an earlier iteration than every other. The canary proves nothing."""
+        rows = [row for row in self.rows if row.fault not in (None, "Z00")]
+        return [str(row.fault) for row in rows if row.alone[check] or row.earlier[check]]
 
 
 def sample(count: int) -> list[Workload]:

@@ -61,7 +61,7 @@ def play(workload: Workload, target: Target) -> None:
 
 
 def label(event: Event, submitted: int) -> str:
-    """``+r3``, ``+r3..r5``, ``abort r1``, ``fail 2``; in brackets what cannot apply."""
+    """``+r3``, ``+r3..r5``, ``abort r1``, ``fail 2``; in brackets what cannot apply. Targets bracket what did not."""
     match event:
         case Submit():
             last = submitted + event.n - 1

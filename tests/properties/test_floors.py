@@ -1,0 +1,93 @@
+"""Coverage floors can fail: on paper, and in a real pytest run with and without xdist."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from collections import Counter
+from pathlib import Path
+
+import pytest
+
+import properties
+from engine.trace import Abort, Event, Shape, Submit, Workload
+from properties.floors import ENOUGH, FLOORS, Floors, needed
+from properties.generate import RandomSource, workload
+from properties.lockstep import run
+
+ROOT = Path(properties.__file__).parent.parent
+
+
+def _floors(runs: int, hits: dict[str, int]) -> Floors:
+    floors = Floors()
+    floors.merge({"runs": runs, "hits": hits})
+    return floors
+
+
+def test_a_run_without_preemption_misses_its_floor() -> None:
+    assert _floors(300, {}).missed({"preempted": 0.12}) == ["FLOOR MISSED preempted: 0 of 300 workloads, needs 18"]
+    assert _floors(300, {"preempted": 18}).missed({"preempted": 0.12}) == []
+    assert len(_floors(5000, {}).missed()) == len(FLOORS)
+
+
+def test_few_workloads_are_not_judged() -> None:
+    assert _floors(ENOUGH - 1, {}).missed() == []
+    assert needed(0.005, ENOUGH) == 0  # so rare that its absence says nothing yet
+
+
+def test_counts_add_up_over_workers() -> None:
+    floors = Floors()
+    floors.add(Counter({"preempted": 3, "moved": 0}))
+    floors.merge(_floors(2, {"preempted": 1}).dump())
+    assert floors.runs == 3
+    assert floors.hits["preempted"] == 2
+    assert floors.hits["moved"] == 0
+
+
+def test_the_generator_reaches_every_floor() -> None:
+    floors = Floors()
+    for number in range(300):
+        floors.add(run(workload(RandomSource(number)), make_rung=None).occurred)
+    assert floors.missed() == []
+
+
+def _occurred(shape: Shape, *events: Event) -> Counter[str]:
+    return +run(Workload(shape, events)).occurred
+
+
+def test_what_happened_is_told_by_its_name() -> None:
+    two = Submit(0, (("a", 1),), 2, n=2)
+    other = _occurred(Shape(2, 1, 2), two)
+    assert (other["preempted"], other["self-preempted"], other["resumed"]) == (1, 0, 1)
+    itself = _occurred(Shape(3, 1, 2), two)
+    assert (itself["preempted"], itself["self-preempted"], itself["resumed"]) == (1, 1, 1)
+    aborted = _occurred(Shape(2, 1, 2), two, Abort(2, 1))
+    assert aborted["aborted while preempted"] == 1
+    waived = _occurred(Shape(4, 1, 2, watermark=2), Submit(0, (("a", 3),), 1))
+    assert waived["watermark waived"] == 1
+    delayed = _occurred(Shape(4, 1, 2, watermark=2), Submit(0, (("a", 2),), 1, n=2))
+    assert delayed["watermark delayed"] == 1
+    # r2 finishes its prefill in row 2 while r3 starts in row 1: the next decode step wants r2 in row 1.
+    lengths = ((1, 2), (1, 9), (5, 3), (6, 1))
+    swapped = _occurred(Shape(9, 4, 3, budget=4), *(Submit(0, (("a", prompt),), most) for prompt, most in lengths))
+    assert (swapped["swapped"], swapped["moved"], swapped["chunked"]) == (1, 1, 4)
+
+
+@pytest.mark.parametrize("workers", [[], ["-n", "2"]], ids=["alone", "xdist"])
+def test_a_green_run_that_missed_a_floor_fails(tmp_path: Path, workers: list[str]) -> None:
+    (tmp_path / "test_dull.py").write_text(
+        "import pytest\n"
+        "from engine.trace import Shape, Submit, Workload\n"
+        "DULL = Workload(Shape(4, 4, 2), (Submit(0, (('a', 1),), 1),))\n"
+        "@pytest.mark.parametrize('shard', range(4))\n"
+        "def test_dull(shard, harness):\n"
+        "    for _ in range(75):\n"
+        "        harness.judge(DULL, 'dull')\n"
+    )
+    command = [sys.executable, "-m", "pytest", "-q", "-p", "properties.conftest", "-p", "no:cacheprovider", *workers, "."]
+    environment = {**os.environ, "PYTHONPATH": str(ROOT), "LOCKSTEP_PROFILE": "dev"}
+    done = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True, check=False, timeout=100)
+    assert "4 passed" in done.stdout
+    assert "FLOOR MISSED preempted: 0 of 300 workloads, needs 18" in done.stdout
+    assert done.returncode == 1
