@@ -17,7 +17,7 @@ import structlog
 from starlette.datastructures import Headers, MutableHeaders
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from server.errors import ApiError
+from server.errors import ApiError, of_exception
 from server.settings import ServerSettings
 
 OPEN_PATHS = frozenset({"/health", "/ready", "/version"})  # answered without a key
@@ -61,6 +61,10 @@ class FrontDoor:
                 await self._answer(scope, headers, receive, tagged)
             except _ClientGone:
                 status = 499
+            except Exception as error:  # noqa: BLE001 - an error object even for what nobody foresaw
+                answer = of_exception(error)
+                if not status:
+                    await answer.response()(scope, receive, tagged)
             finally:
                 write = log.debug if scope["path"] in _QUIET_PATHS else log.info
                 write(
@@ -78,6 +82,7 @@ class FrontDoor:
         except ApiError as error:
             await error.response()(scope, receive, send)
             return
+        scope["state"]["body_bytes"] = len(body)
         replayed = False
 
         async def again() -> Message:

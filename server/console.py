@@ -44,14 +44,18 @@ class StartProgress:
         self._bars.stop()
 
 
-def print_ready(url: str, capacity: Sequence[tuple[str, str]], model_name: str, chat: bool) -> None:
+def print_ready(url: str, capacity: Sequence[tuple[str, str]], names: Sequence[str], chat: bool) -> None:
     """The last line is fixed: scripts and tests wait for it."""
-    console = Console(file=sys.stdout, soft_wrap=not sys.stdout.isatty())
-    table = Table(show_header=False, box=None, pad_edge=False)
-    for name, value in capacity:
-        table.add_row(name, value)
-    console.print(table)
-    print(f"\n{curl(url, model_name, chat)}\n\nLockstep is ready on {url}", flush=True)
+    capacity = [*capacity, ("served as", ", ".join(names)), ("metrics", f"{url}/metrics")]
+    if sys.stdout.isatty():
+        table = Table(show_header=False, box=None, pad_edge=False)
+        for name, value in capacity:
+            table.add_row(name, value)
+        Console().print(table, markup=False)
+    else:  # a log file has no width to fit into
+        width = max(len(name) for name, _ in capacity) + 2
+        print("\n".join(f"{name:{width}}{value}" for name, value in capacity))
+    print(f"\n{curl(url, names[0], chat)}\n\nLockstep is ready on {url}", flush=True)
 
 
 def curl(url: str, model_name: str, chat: bool) -> str:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Callable, Mapping, Sequence
+from importlib import metadata
 
 import attrs
 from fastapi import Request
@@ -21,6 +22,9 @@ from server.live import Generation
 from server.metrics import Metrics
 from server.prompts import Desk, Prompt, make_choices
 from server.settings import ServerSettings
+
+TORCH = metadata.version("torch")
+_SIZES = frozenset({"KV cache", "context", "batch", "recorded graphs"})  # rows of the table that change no byte
 
 
 @attrs.define
@@ -53,8 +57,9 @@ class Context:
         return asked
 
     def fingerprint(self) -> str:
-        """Changes whenever the same seed might give other bytes: with version, model, device or compute path."""
-        facts = repr((__version__, self.model.name, self.model.weight_types, self.bridge.engine.capacity()))
+        """Changes whenever the same seed might give other bytes: with version, torch, model, device or compute path."""
+        rows = [row for row in self.bridge.engine.capacity() if row[0] not in _SIZES]
+        facts = repr((__version__, TORCH, self.model.name, self.model.weight_types, rows))
         return f"fp_{hashlib.sha256(facts.encode()).hexdigest()[:12]}"
 
     async def answer(

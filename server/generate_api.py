@@ -36,7 +36,9 @@ async def generate(body: GenerateBody, request: Request) -> Response:
 
     async def work(send: Send) -> None:
         engine = context.bridge.engine
-        prompts = await context.desk.run(read_prompts, given, field, engine.model, engine.limits.max_model_len, True)
+        prompts = await context.desk.run(
+            read_prompts, given, field, engine.model, engine.limits.max_model_len, True, size=request.state.body_bytes
+        )
         batch = isinstance(given, list) and type(given[0]) is not int
         shape = partial(
             GenerateShape,

@@ -83,7 +83,7 @@ class GenerateShape:
         }
         if self.with_logprobs:
             meta |= {"input_token_logprobs": [], **logprobs.of_generate(tokens, self.namer)}
-        if self.with_digests:
+        if self.with_digests and end is not None:  # with the last event only: cumulative text is long enough
             meta["logits_digests"] = [sampled.digest for sampled in tokens]
         if end is not None:
             meta["e2e_latency"] = round(time.monotonic() - self.generation.arrived, 6)

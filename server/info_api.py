@@ -12,7 +12,7 @@ from prometheus_client import CONTENT_TYPE_LATEST
 from engine import __version__
 from engine.loading.model import LoadedModel
 from server.bridge import Phase
-from server.context import Context, context_of
+from server.context import TORCH, Context, context_of
 from server.documents import ERRORS
 from server.errors import ApiError
 from server.prompts import need_tokenizer, read_messages, read_prompts
@@ -102,6 +102,7 @@ async def server_info(request: Request) -> Response:
     return _json(
         {
             "version": __version__,
+            "torch": TORCH,
             "model": context.model.name,
             "served_model_name": list(context.names),
             "system_fingerprint": context.fingerprint(),
@@ -164,7 +165,7 @@ async def tokenize(body: TokenizeBody, request: Request) -> Response:
     context.judge.judge(body.model_extra)
     if (body.prompt is None) == (body.messages is None):
         raise ApiError(400, "exactly one of prompt and messages is needed", code="invalid_value", param="prompt")
-    ids = await context.desk.run(_tokenize, body, context.model)
+    ids = await context.desk.run(_tokenize, body, context.model, size=request.state.body_bytes)
     answer: dict[str, Any] = {
         "tokens": ids,
         "count": len(ids),
@@ -198,7 +199,8 @@ async def detokenize(body: DetokenizeBody, request: Request) -> Response:
     tokenizer = need_tokenizer(context.model, "tokens")
     try:
         text = await context.desk.run(
-            lambda: tokenizer.decode(body.tokens, skip_special_tokens=bool(body.skip_special_tokens))
+            lambda: tokenizer.decode(body.tokens, skip_special_tokens=bool(body.skip_special_tokens)),
+            size=request.state.body_bytes,
         )
     except ValueError as error:
         raise ApiError(400, f"tokens: {error}", code="token_out_of_range", param="tokens") from None

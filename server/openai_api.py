@@ -34,7 +34,13 @@ async def completions(body: CompletionBody, request: Request) -> Response:
         engine = context.bridge.engine
         add_special = body.add_special_tokens is not False
         prompts = await context.desk.run(
-            read_prompts, body.prompt, "prompt", engine.model, engine.limits.max_model_len, add_special
+            read_prompts,
+            body.prompt,
+            "prompt",
+            engine.model,
+            engine.limits.max_model_len,
+            add_special,
+            size=request.state.body_bytes,
         )
         wish = _wish(
             context,
@@ -70,7 +76,7 @@ async def chat(body: ChatBody, request: Request) -> Response:
             add_special_tokens=bool(body.add_special_tokens),
             kwargs=body.chat_template_kwargs,
         )
-        prompt = await context.desk.run(render, body.messages, context.model)
+        prompt = await context.desk.run(render, body.messages, context.model, size=request.state.body_bytes)
         wish = _wish(context, body, model, params)
         await context.answer(
             send,

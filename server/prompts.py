@@ -23,6 +23,7 @@ from server.live import Choice
 from server.schemas import Message
 
 MAX_PROMPTS = 1024
+LONG_BODY = 2**16  # bytes; tokenising more takes tens of milliseconds
 _RESERVED = frozenset({"messages", "tools", "add_generation_prompt", "documents"})
 _ROLES = {"developer": "system"}  # OpenAI's newer name; templates know the older one
 
@@ -36,16 +37,21 @@ class Prompt:
 
 
 class Desk:
-    """The worker threads that read prompts. ``close`` lets running ones end by themselves."""
+    """The worker threads that read prompts: two for short bodies, one for long ones, so that no short one waits for long
+    ones. ``close`` lets running ones end by themselves."""
 
-    def __init__(self, threads: int = 2) -> None:
-        self._pool = ThreadPoolExecutor(threads, thread_name_prefix="prompt")
+    def __init__(self) -> None:
+        self._short = ThreadPoolExecutor(2, thread_name_prefix="prompt")
+        self._long = ThreadPoolExecutor(1, thread_name_prefix="long-prompt")
 
-    async def run(self, call: Callable[..., T], *args: Any) -> T:
-        return await asyncio.get_running_loop().run_in_executor(self._pool, call, *args)
+    async def run(self, call: Callable[..., T], *args: Any, size: int = 0) -> T:
+        """``size``: bytes of the body that is read."""
+        pool = self._long if size > LONG_BODY else self._short
+        return await asyncio.get_running_loop().run_in_executor(pool, call, *args)
 
     def close(self) -> None:
-        self._pool.shutdown(wait=False, cancel_futures=True)
+        for pool in (self._short, self._long):
+            pool.shutdown(wait=False, cancel_futures=True)
 
 
 def read_prompts(given: Any, field: str, model: LoadedModel, max_len: int, add_special_tokens: bool) -> list[Prompt]:

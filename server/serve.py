@@ -115,7 +115,7 @@ async def _run(app: FastAPI, server: _Server, sock: socket.socket, url: str) -> 
         ended = asyncio.create_task(bridge.wait_phase(Phase.FAILED, Phase.DEAD))
         if bridge.phase is Phase.READY:
             model = bridge.engine.model
-            console.print_ready(url, bridge.engine.capacity(), context.names[0], model.template is not None)
+            console.print_ready(url, bridge.engine.capacity(), context.names, model.template is not None)
             await asyncio.wait({ended, stopped, serving}, return_when=asyncio.FIRST_COMPLETED)
         if stop.is_set():
             log.info("shutting down", open=bridge.num_open)

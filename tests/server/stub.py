@@ -48,7 +48,7 @@ class StubRunner:
         for seat in plan.seated:
             assert isinstance(seat.sampling, SamplingSpec)
             self.rows[seat.row] = (list(seat.tokens), seat.prompt_len, seat.sampling)
-        if plan.iteration in self.fail_at or self.fail_requests & {e.request for e in (*plan.chunks, *plan.decodes)}:
+        if plan.iteration in self.fail_at or self.fail_requests & _requests(plan):
             raise RuntimeError("secret detail of the failure")
         sampled = [self._sample(*self.rows[entry.row]) for entry in plan.sampling]
         for entry, one in zip(plan.sampling, sampled, strict=True):
@@ -66,6 +66,10 @@ class StubRunner:
             top = tuple((t, -0.5 * (i + 1)) for i, t in enumerate(range(10, 10 + spec.params.logprobs)))
             logprobs = Logprobs(float("-inf") if token % 7 == 0 else -1.25, 1, top)
         return Sampled(token, logprobs, digest.hex() if spec.params.logits_digest else None)
+
+
+def _requests(plan: Plan) -> set[int]:
+    return {chunk.request for chunk in plan.chunks} | {decode.request for decode in plan.decodes}
 
 
 def stub_engine(runner: StubRunner | None = None, model: LoadedModel | None = None, **limits: Any) -> Engine:

@@ -18,8 +18,8 @@ from server.app import create_app
 from server.settings import ServerSettings
 from tests.server.stub import stub_engine
 
-TEXT = {"prompt": "the water"}
-CHAT = {"messages": [{"role": "user", "content": "hello"}]}
+TEXT: dict[str, Any] = {"prompt": "the water"}
+CHAT: dict[str, Any] = {"messages": [{"role": "user", "content": "hello"}]}
 CONTROL = {"prompt": "hello world", "temperature": 0, "max_tokens": 6}
 COMPLETIONS, CHATS, GENERATE = "/v1/completions", "/v1/chat/completions", "/generate"
 
@@ -32,7 +32,7 @@ def sampling(**values: Any) -> dict[str, Any]:
     return {"text": "hello", "sampling_params": values}
 
 
-INTEGERS = {
+INTEGERS: dict[str, int] = {
     "n": 64,
     "max_tokens": 2**31 - 1,
     "min_tokens": 2**31 - 1,

@@ -6,6 +6,7 @@ Always: those concerned get one terminal answer that says so, the others go on, 
 from __future__ import annotations
 
 import asyncio
+import gc
 import threading
 import time
 from collections.abc import Callable
@@ -17,7 +18,7 @@ from starlette.testclient import TestClient
 from engine.control.scheduler import Scheduler
 from server.app import create_app, create_lazy_app
 from server.bridge import Bridge, Phase
-from server.live import Choice
+from server.live import Choice, Generation
 from server.settings import ServerSettings
 from tests.server.stub import StubRunner, stub_engine
 from tests.server.test_bodies import assert_error, wait_ready
@@ -326,6 +327,32 @@ def test_a_long_prompt_does_not_freeze_the_rest(monkeypatch: pytest.MonkeyPatch)
         release.set()
         thread.join(5)
         assert_error(answers[0], 400)
+
+
+def test_nothing_stays_in_memory() -> None:
+    """B148: after requests of every kind, no object of a request is left."""
+
+    async def main() -> None:
+        world = World()
+        for index in range(40):
+            exchange = world.post(COMPLETIONS, [BODY, STREAM, BODY | {"stop": "x", "n": 2}, {"prompt": 5}][index % 4])
+            if index % 4 != 3:
+                await world.submitted()
+                await world.step(2)
+            if index % 3 == 0:
+                exchange.leave()
+            await world.run(exchange)
+        await world.step(2)
+        assert world.nothing_held()
+        del exchange
+        await asyncio.sleep(0)
+        gc.collect()
+        left = [thing for thing in gc.get_objects() if type(thing) in kinds and id(thing) not in before]
+        assert left == []
+
+    kinds = (Choice, Generation)  # by type(): isinstance would wake lazy modules
+    before = {id(thing) for thing in gc.get_objects() if type(thing) in kinds}
+    run(main)
 
 
 def test_silence_is_filled_with_comments() -> None:

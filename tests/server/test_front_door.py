@@ -115,6 +115,17 @@ def test_neither_key_nor_prompt_is_told_to_anybody(capsys: pytest.CaptureFixture
     assert "field=SENTINEL" in printed.out + printed.err  # the capture sees the log at all
 
 
+def test_what_nobody_foresaw_is_an_error_object_too(client: TestClient, monkeypatch: pytest.MonkeyPatch) -> None:
+    def broken(self: FieldJudge, *arguments: Any, **options: Any) -> None:
+        raise RuntimeError("secret")
+
+    monkeypatch.setattr(FieldJudge, "judge", broken)
+    response = client.post(COMPLETIONS, json=BODY)
+    assert assert_error(response, 500)["code"] == "internal_error"
+    assert "secret" not in response.text
+    assert response.headers["x-request-id"]
+
+
 def test_unknown_fields_are_named_once() -> None:
     judge = FieldJudge()
     with structlog.testing.capture_logs() as logs:

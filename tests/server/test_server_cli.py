@@ -163,7 +163,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     from tests.models import write_folder
 
     path = tmp_path_factory.mktemp("model") / "tiny"
-    return write_folder(path) or path
+    return write_folder(path)
 
 
 def test_what_only_the_engine_knows_is_one_sentence_too(tmp_path: Path) -> None:

@@ -148,6 +148,7 @@ def test_ends(client: TestClient, name: str, text: str, finish: str, reason: str
     answer = whole(client, COMPLETIONS, completion(BODIES[name]))
     (choice,) = answer["choices"]
     assert (choice["text"], choice["finish_reason"], choice["stop_reason"]) == (text, finish, reason)
+    assert TOKENIZER is not None
     ids = [*TOKENIZER.encode(SAYS[BODIES[name]["say"]], add_special_tokens=False), EOS]
     assert answer["usage"]["completion_tokens"] <= len(ids)
     if reason is None:
@@ -215,7 +216,13 @@ def test_echo(client: TestClient, streamed: bool, max_tokens: int, as_ids: bool)
 
 def test_no_usage_unless_asked(client: TestClient) -> None:
     """B120."""
-    for options in ({}, {"stream_options": {"include_usage": False}}, {"stream_options": {}}, {"stream_options": None}):
+    choices: list[dict[str, Any]] = [
+        {},
+        {"stream_options": {"include_usage": False}},
+        {"stream_options": {}},
+        {"stream_options": None},
+    ]
+    for options in choices:
         events = stream(client, COMPLETIONS, {"prompt": "hello", "max_tokens": 3, **options})
         assert all("usage" not in event and event["choices"] for event in events[:-1])
 

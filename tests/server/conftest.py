@@ -1,0 +1,12 @@
+"""The server's own log format in every test: the library's default shows local variables in tracebacks, and is slow."""
+
+from __future__ import annotations
+
+import pytest
+
+from server import logs
+
+
+@pytest.fixture(autouse=True, scope="session")
+def _logs() -> None:
+    logs.configure("info", "text")
