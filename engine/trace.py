@@ -194,7 +194,16 @@ def dumps(workload: Workload) -> str:
         head.append(f'"found": {json.dumps(dict(workload.found))}')
     shape, *events = _body(workload)
     listed = ",\n  ".join(events)
-    return "{" + ", ".join(head) + ',\n "shape": ' + shape + ',\n "events": [' + ("\n  " if events else "") + listed + "]}\n"
+    return (
+        "{"
+        + ", ".join(head)
+        + ',\n "shape": '
+        + shape
+        + ',\n "events": ['
+        + ("\n  " if events else "")
+        + listed
+        + "]}\n"
+    )
 
 
 def loads(text: str, *, upgrades: Mapping[str, Upgrade] = UPGRADES) -> Workload:

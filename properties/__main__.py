@@ -55,7 +55,10 @@ def _refuse(message: str) -> int:
 
 def parser() -> Parser:
     top = Parser(
-        prog="python -m properties", description=_ABOUT, epilog=_EXITS, formatter_class=argparse.RawDescriptionHelpFormatter
+        prog="python -m properties",
+        description=_ABOUT,
+        epilog=_EXITS,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     names = top.add_subparsers(dest="command", required=True, metavar="COMMAND")
     _files(names)
@@ -64,7 +67,9 @@ def parser() -> Parser:
     return top
 
 
-def _command(names: argparse._SubParsersAction[Parser], name: str, run: Callable[..., int], text: str, example: str) -> Parser:
+def _command(
+    names: argparse._SubParsersAction[Parser], name: str, run: Callable[..., int], text: str, example: str
+) -> Parser:
     command = names.add_parser(name, help=text, description=text, epilog=f"Example: python -m properties {example}")
     command.set_defaults(run=run)
     command.add_argument("--json", action="store_true", help="print one JSON document instead of text")
@@ -79,7 +84,10 @@ def _rung(command: Parser) -> None:
 
 def _arm(command: Parser) -> None:
     command.add_argument(
-        "--arm", metavar="FAULT", choices=sorted(CATALOGUE), help="run with this fault of the catalogue; 'matrix' lists them"
+        "--arm",
+        metavar="FAULT",
+        choices=sorted(CATALOGUE),
+        help="run with this fault of the catalogue; 'matrix' lists them",
     )
 
 
@@ -112,11 +120,15 @@ def _files(names: argparse._SubParsersAction[Parser]) -> None:
     for command in (replay, show, shrink):
         command.add_argument("file", metavar="FILE", type=Path, help="a workload/1 file")
     for command in (replay, show):
-        command.add_argument("--until", metavar="N", type=_at_least(1), help="stop after iteration N; the end is not judged")
+        command.add_argument(
+            "--until", metavar="N", type=_at_least(1), help="stop after iteration N; the end is not judged"
+        )
     for command in (replay, shrink):
         _rung(command)
         _arm(command)
-    shrink.add_argument("--output", metavar="FILE", type=Path, help="where the result goes (default: DIR/NAME-shrunk.json)")
+    shrink.add_argument(
+        "--output", metavar="FILE", type=Path, help="where the result goes (default: DIR/NAME-shrunk.json)"
+    )
     _found(shrink)
 
 
@@ -129,7 +141,9 @@ def _searches(names: argparse._SubParsersAction[Parser]) -> None:
         "hunt --minutes 10 --seed 1",
     )
     hunt.add_argument("--minutes", metavar="M", type=_positive, default=10.0, help="how long (default 10)")
-    hunt.add_argument("--seed", metavar="S", type=_at_least(0), help="the same seed runs the same workloads (default: drawn)")
+    hunt.add_argument(
+        "--seed", metavar="S", type=_at_least(0), help="the same seed runs the same workloads (default: drawn)"
+    )
     hunt.add_argument("--jobs", metavar="J", type=_at_least(1), help="processes (default: one a core)")
     _rung(hunt)
     _arm(hunt)
@@ -143,7 +157,11 @@ def _searches(names: argparse._SubParsersAction[Parser]) -> None:
     )
     matrix.add_argument("--only", metavar="FAULT", choices=sorted(CATALOGUE), help="one fault of the catalogue")
     matrix.add_argument(
-        "--workloads", metavar="N", type=_at_least(0), default=40, help="generated workloads beside the corpus (default 40)"
+        "--workloads",
+        metavar="N",
+        type=_at_least(0),
+        default=40,
+        help="generated workloads beside the corpus (default 40)",
     )
 
 
@@ -156,8 +174,12 @@ def _experiments(names: argparse._SubParsersAction[Parser]) -> None:
         "coverage --rows 8 --requests 16 --lengths 4,8,16,32 --no-persistent-batch",
     )
     coverage.add_argument("--requests", metavar="N", type=_at_least(1), required=True, help="how many arrive")
-    coverage.add_argument("--lengths", metavar="L,L", type=_numbers, required=True, help="max_tokens, cycled over the requests")
-    coverage.add_argument("--prompt", metavar="N", type=_at_least(1), default=4, help="prompt length (default 4; changes nothing)")
+    coverage.add_argument(
+        "--lengths", metavar="L,L", type=_numbers, required=True, help="max_tokens, cycled over the requests"
+    )
+    coverage.add_argument(
+        "--prompt", metavar="N", type=_at_least(1), default=4, help="prompt length (default 4; changes nothing)"
+    )
     soak = _command(
         names,
         "soak",
@@ -166,18 +188,29 @@ def _experiments(names: argparse._SubParsersAction[Parser]) -> None:
         "soak --prompts 4,4,4,4,4,4,4,4,4,4,4,4 --max-tokens 8 --rows 3 --blocks 10 --block-size 4 --arm A05",
     )
     soak.add_argument("--prompts", metavar="L,L", type=_numbers, required=True, help="prompt lengths, one a request")
-    soak.add_argument("--max-tokens", metavar="N", type=_at_least(1), required=True, help="tokens that each request generates")
+    soak.add_argument(
+        "--max-tokens", metavar="N", type=_at_least(1), required=True, help="tokens that each request generates"
+    )
     soak.add_argument("--blocks", metavar="N", type=_at_least(1), required=True, help="size of the pool")
     soak.add_argument("--block-size", metavar="N", type=_at_least(1), required=True, help="token positions in a block")
-    soak.add_argument("--watermark", metavar="N", type=_at_least(0), default=0, help="blocks that admission leaves free")
     soak.add_argument(
-        "--no-audit", dest="audit", action="store_false", help="switch off audit and diff: what a fault does when nobody looks"
+        "--watermark", metavar="N", type=_at_least(0), default=0, help="blocks that admission leaves free"
+    )
+    soak.add_argument(
+        "--no-audit",
+        dest="audit",
+        action="store_false",
+        help="switch off audit and diff: what a fault does when nobody looks",
     )
     _arm(soak)
     for command in (coverage, soak):
         command.add_argument("--rows", metavar="N", type=_at_least(1), required=True, help="cache rows")
         command.add_argument(
-            "--budget", metavar="N", type=_at_least(1), default=UNLIMITED, help="tokens an iteration (default: no limit)"
+            "--budget",
+            metavar="N",
+            type=_at_least(1),
+            default=UNLIMITED,
+            help="tokens an iteration (default: no limit)",
         )
         command.add_argument(
             "--no-persistent-batch", dest="persistent_batch", action="store_false", help="do not move running requests"

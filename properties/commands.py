@@ -8,7 +8,6 @@ import os
 import secrets
 import sys
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import attrs
@@ -49,7 +48,9 @@ def replay(options: Options) -> int:
 def show(options: Options) -> int:
     outcome = run(load(options.file), make_rung=None, until=options.until)
     if options.json:
-        _print_json([{"iteration": s.iteration, "events": s.events, **_plain(s.step), "after": s.after} for s in outcome.steps])
+        _print_json(
+            [{"iteration": s.iteration, "events": s.events, **_plain(s.step), "after": s.after} for s in outcome.steps]
+        )
     else:
         print("\n".join(timeline(outcome)))
         print(f"\n{LEGEND}")
@@ -149,7 +150,11 @@ def show_matrix(options: Options) -> int:
 
 def _matrix_table(result: Matrix) -> None:
     """A cell counts the workloads in which the check fired, judged alone; 0! is a check that must fire and did not."""
-    table = Table(title=f"faults x checks, {result.rows[0].workloads} workloads each; * must fire", title_justify="left", box=SIMPLE_HEAD)
+    table = Table(
+        title=f"faults x checks, {result.rows[0].workloads} workloads each; * must fire",
+        title_justify="left",
+        box=SIMPLE_HEAD,
+    )
     table.add_column("fault", no_wrap=True)
     table.add_column("what is wrong")
     for check in ORDER:
@@ -192,7 +197,9 @@ def hunt_command(options: Options) -> int:
         _print_json({"holds": not kept and not missed, **totals, "finds": kept, "floors_missed": missed})
     else:
         print("\n".join(missed) + ("\n" if missed else ""), end="")
-        print(f"seed {seed}: {result.workloads} workloads, {result.iterations} iterations, {len(kept)} kinds of failure")
+        print(
+            f"seed {seed}: {result.workloads} workloads, {result.iterations} iterations, {len(kept)} kinds of failure"
+        )
     return VIOLATED if kept or missed else HOLDS
 
 
@@ -228,4 +235,3 @@ def _plain(step: dict[str, Any]) -> dict[str, Any]:
 
 def _finding(found: Finding | None) -> dict[str, Any]:
     return {} if found is None else attrs.asdict(found)
-

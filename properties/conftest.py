@@ -65,7 +65,9 @@ class Harness:
 
 @pytest.fixture(scope="session")
 def harness(pytestconfig: pytest.Config) -> Harness:
-    return Harness(pytestconfig.getoption("--arm"), Path(pytestconfig.getoption("--found")), pytestconfig.stash[_FLOORS])
+    return Harness(
+        pytestconfig.getoption("--arm"), Path(pytestconfig.getoption("--found")), pytestconfig.stash[_FLOORS]
+    )
 
 
 @pytest.hookimpl(tryfirst=True)

@@ -19,6 +19,7 @@ from engine.control.plan import Eager, Replay
 from engine.control.record import Ledger, StepRecord
 from properties.checks import Fact, differing
 
+
 class Known(Protocol):
     """A request as the harness knows it: how long its prompt is, and prompt plus generated tokens."""
 
@@ -106,7 +107,11 @@ def rows(record: StepRecord, mine: Ledger, step: Step, before: State, after: Sta
                 [(request, row) for request, row, _ in step["decodes"]],
             ),
             ("rows", mine.rows, {request: row for request, row in after["rows"].items() if row is not None}),
-            ("order of samples", [request for request, _ in record.sampled], [request for request, _ in step["sampled"]]),
+            (
+                "order of samples",
+                [request for request, _ in record.sampled],
+                [request for request, _ in step["sampled"]],
+            ),
             ("order of ends", [end.request for end in record.finished], [request for request, _ in step["finished"]]),
         ]
     )

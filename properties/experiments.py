@@ -58,7 +58,9 @@ def coverage_workload(
         persistent_batch=persistent_batch,
         max_waiting=requests,
     )
-    return Workload(shape, _submits([prompt] * requests, wanted), title=f"coverage of {requests} requests in {rows} rows")
+    return Workload(
+        shape, _submits([prompt] * requests, wanted), title=f"coverage of {requests} requests in {rows} rows"
+    )
 
 
 def soak_workload(
@@ -120,7 +122,8 @@ def soak(
 
 def _soak_figures(outcome: Run) -> dict[str, int | float | str]:
     counters, left = outcome.counters, outcome.left
-    assert counters is not None and left is not None
+    assert counters is not None
+    assert left is not None
     callers = [outcome.callers[request] for request in sorted(outcome.callers)]
     preemptions = [end.facts.preemptions for caller in callers for end in caller.ends if end.facts is not None]
     return {

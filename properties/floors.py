@@ -112,7 +112,9 @@ class Occurrences:
             self._seen["resumed"] += self._preempted[request] > 0
             self._seen["row reused"] += row in self._used_rows
             self._seen["watermark waived"] += len(blocks) > self.shape.blocks - self.shape.watermark
-            self._seen["overtook by priority"] += any(other < request for other in before["waiting"] if other not in admitted)
+            self._seen["overtook by priority"] += any(
+                other < request for other in before["waiting"] if other not in admitted
+            )
             self._used_rows.add(row)
         if after["waiting"] and len(after["rows"]) < self.shape.rows:
             self._head(after["waiting"][0], step, after)

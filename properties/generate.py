@@ -118,9 +118,18 @@ def _submit(source: Source, swarm: Swarm, wait: int) -> Submit:
     )
 
 
-def _unusual(prompt: tuple[tuple[str, int], ...], max_tokens: int | None) -> tuple[tuple[tuple[tuple[str, int], ...], int | None], ...]:
+def _unusual(
+    prompt: tuple[tuple[str, int], ...], max_tokens: int | None
+) -> tuple[tuple[tuple[tuple[str, int], ...], int | None], ...]:
     """What the door must refuse, and the absent max_tokens that it must settle."""
-    return (((), max_tokens), ((*prompt, (OUTSIDE, 1)), max_tokens), (prompt, 0), (prompt, 100), (prompt, None), ((*prompt, ("a", 70)), 1))
+    return (
+        ((), max_tokens),
+        ((*prompt, (OUTSIDE, 1)), max_tokens),
+        (prompt, 0),
+        (prompt, 100),
+        (prompt, None),
+        ((*prompt, ("a", 70)), 1),
+    )
 
 
 def _length(source: Source, swarm: Swarm, blocks: tuple[int, ...] = (1, 1, 2, 3)) -> int:

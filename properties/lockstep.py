@@ -282,13 +282,15 @@ class Lockstep:
             return call()
         except (Refusal, Stop):
             raise
-        except Exception as error:  # noqa: BLE001 - the engine under test may raise whatever it likes
+        except Exception as error:  # the engine under test may raise whatever it likes
             self._rung = None
             self._findings["raises"] = Finding("raises", iteration, f"{type(error).__name__}: {error}")
             raise Stop from error
 
     def result(self) -> Run:
-        found = tuple(sorted(self._findings.values(), key=lambda f: f.iteration))  # stable: ties stay in order of finding
+        found = tuple(
+            sorted(self._findings.values(), key=lambda f: f.iteration)
+        )  # stable: ties stay in order of finding
         rung = self._rung
         return Run(
             tuple(self._steps),

@@ -78,7 +78,10 @@ def sample(count: int) -> list[Workload]:
 
 
 def matrix(
-    faults: Iterable[str], generated: int = 40, progress: Progress | None = None, saved: Mapping[str, Workload] | None = None
+    faults: Iterable[str],
+    generated: int = 40,
+    progress: Progress | None = None,
+    saved: Mapping[str, Workload] | None = None,
 ) -> Matrix:
     """Runs corpus and sample once without a fault and once with each of ``faults``."""
     listed = [None, *faults]

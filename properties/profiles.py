@@ -1,8 +1,8 @@
 """How hard to search: our own named profiles, chosen by ``LOCKSTEP_PROFILE``, never Hypothesis's automatic ``ci``.
 
-    dev     new workloads every time, few of them; failures are remembered in .hypothesis
-    gate    the same workloads every time, so that a change is judged by itself; the default where CI is set
-    hunt    many new workloads, for hours
+dev     new workloads every time, few of them; failures are remembered in .hypothesis
+gate    the same workloads every time, so that a change is judged by itself; the default where CI is set
+hunt    many new workloads, for hours
 """
 
 from __future__ import annotations
@@ -11,6 +11,7 @@ import os
 
 import attrs
 from hypothesis import HealthCheck, Phase, settings
+from hypothesis.database import DirectoryBasedExampleDatabase
 
 
 @attrs.frozen
@@ -35,7 +36,7 @@ def _profile(name: str, shards: int, examples: int, *, same: bool, phases: tuple
         phases=phases,
         print_blob=False,  # the saved file is the record
         suppress_health_check=[HealthCheck.too_slow],
-        **({"database": None} if same else {}),
+        database=None if same else DirectoryBasedExampleDatabase(".hypothesis/examples"),
     )
     settings.register_profile(f"lockstep-{name}", made)
     return Profile(name, shards, examples, made)

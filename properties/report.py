@@ -121,7 +121,9 @@ def _histories(found: Finding, steps: Sequence[Step]) -> list[str]:
                         spans[-1] = (request, spans[-1][1], step.iteration)
                     else:
                         spans.append((request, step.iteration, step.iteration))
-        held = ", ".join(f"by r{request} in {first}..{last}" for request, first, last in spans[-4:]) or "by nobody so far"
+        held = (
+            ", ".join(f"by r{request} in {first}..{last}" for request, first, last in spans[-4:]) or "by nobody so far"
+        )
         lines.append(f"block {block} is held, says the specification, {held}")
     return [*lines, ""] if lines else []
 

@@ -81,7 +81,9 @@ class StubRunner:
             self.rows[move.dst] = moved
         for seat in plan.seated:
             if seat.row in self.rows:
-                raise BadPlan(f"the plan seats r{seat.request} in row {seat.row}, but r{self.rows[seat.row][0]} sits there")
+                raise BadPlan(
+                    f"the plan seats r{seat.request} in row {seat.row}, but r{self.rows[seat.row][0]} sits there"
+                )
             self.rows[seat.row] = (seat.request, seat.prompt_len)
 
     def _token(self, entry: Chunk | Decode) -> int:

@@ -92,8 +92,9 @@ def _events(event: Event) -> Iterator[Event]:
 
 def _submits(event: Submit) -> Iterator[Submit]:
     for item in fields(Submit):
-        if item.name not in ("wait", "prompt", "max_tokens") and getattr(event, item.name) != item.default:
-            yield replace(event, **{item.name: item.default})
+        default: Any = item.default
+        if item.name not in ("wait", "prompt", "max_tokens") and getattr(event, item.name) != default:
+            yield replace(event, **{item.name: default})
     if len(event.prompt) > 1:
         for at in range(len(event.prompt)):
             yield replace(event, prompt=event.prompt[:at] + event.prompt[at + 1 :])
@@ -106,7 +107,8 @@ def _submits(event: Submit) -> Iterator[Submit]:
         value = getattr(event, name)
         if value is not None:
             for lower in _lower(value, least):
-                yield replace(event, **{name: lower})
+                change: dict[str, Any] = {name: lower}
+                yield replace(event, **change)
 
 
 def _lower(value: int, least: int) -> Iterator[int]:

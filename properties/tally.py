@@ -120,8 +120,8 @@ class Totals:
     def differ(self, counters: Counters, record: StepRecord, callers: dict[int, Caller]) -> tuple[Fact, ...]:
         pairs: list[tuple[str, object, object]] = []
         if counters != self.expected:
-            for name in (a.name for a in attrs.fields(Counters)):
-                pairs.append((name, _plain(getattr(counters, name)), _plain(getattr(self.expected, name))))
+            names = [item.name for item in attrs.fields(Counters)]
+            pairs += [(name, _plain(getattr(counters, name)), _plain(getattr(self.expected, name))) for name in names]
         for end in (*record.aborted, *record.finished):
             caller = callers.get(end.request)
             if caller is None or end.facts is None:

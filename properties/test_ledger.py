@@ -27,4 +27,6 @@ def test_the_engine_follows_the_specification(w: Workload, shard: int, harness: 
 
 
 for _name, _workload in corpus.workloads().items():
-    test_the_engine_follows_the_specification = example(w=_workload).via(_name)(test_the_engine_follows_the_specification)
+    test_the_engine_follows_the_specification = example(w=_workload).via(_name)(
+        test_the_engine_follows_the_specification
+    )

@@ -85,9 +85,22 @@ def test_a_green_run_that_missed_a_floor_fails(tmp_path: Path, workers: list[str
         "    for _ in range(75):\n"
         "        harness.judge(DULL, 'dull')\n"
     )
-    command = [sys.executable, "-m", "pytest", "-q", "-p", "properties.conftest", "-p", "no:cacheprovider", *workers, "."]
+    command = [
+        sys.executable,
+        "-m",
+        "pytest",
+        "-q",
+        "-p",
+        "properties.conftest",
+        "-p",
+        "no:cacheprovider",
+        *workers,
+        ".",
+    ]
     environment = {**os.environ, "PYTHONPATH": str(ROOT), "LOCKSTEP_PROFILE": "dev"}
-    done = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True, check=False, timeout=100)
+    done = subprocess.run(
+        command, cwd=tmp_path, env=environment, capture_output=True, text=True, check=False, timeout=100
+    )
     assert "4 passed" in done.stdout
     assert "FLOOR MISSED preempted: 0 of 300 workloads, needs 18" in done.stdout
     assert done.returncode == 1

@@ -73,7 +73,7 @@ def test_shrink_writes_the_smaller_file(capsys: pytest.CaptureFixture[str], tmp_
     status, out, _ = call(capsys, f"shrink {LEAK} --arm A05 --found {tmp_path}")
     path = tmp_path / "A05-the-published-leak-shrunk.json"
     assert status == 1
-    assert f"12 events became 3 after {out.split('became 3 after ')[1].split()[0]} tries: {path}" in out
+    assert re.search(rf"12 events became 2 after \d+ tries: {path}\n", out)
     assert call(capsys, f"replay {path} --arm A05")[0] == 1
     assert call(capsys, f"shrink {LEAK}")[:2] == (0, "holds: there is no failure to shrink\n")
 
@@ -169,12 +169,25 @@ def test_hunt_without_a_fault_holds() -> None:
 
 def _in_process(command: list[str], folder: Path) -> subprocess.CompletedProcess[str]:
     environment = {**os.environ, "PYTHONPATH": str(ROOT), "LOCKSTEP_PROFILE": "gate"}
-    return subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True, check=False, timeout=100)
+    return subprocess.run(
+        command, cwd=folder, env=environment, capture_output=True, text=True, check=False, timeout=100
+    )
 
 
 def test_the_canary_from_the_hunt_to_the_replayed_file(tmp_path: Path) -> None:
     """An armed run must fail, leave a file, and print a command that meets the same divergence with exit status 1."""
-    pytest_command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "--arm", "Z00", "--found", "found"]
+    pytest_command = [
+        sys.executable,
+        "-m",
+        "pytest",
+        "-q",
+        "-p",
+        "no:cacheprovider",
+        "--arm",
+        "Z00",
+        "--found",
+        "found",
+    ]
     test = f"{ROOT}/properties/test_ledger.py::test_the_engine_follows_the_specification[0]"
     hunted = _in_process([*pytest_command, test], tmp_path)
     assert hunted.returncode == 1

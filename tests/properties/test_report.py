@@ -35,7 +35,7 @@ workload:
   {"wait": 0, "submit": {"prompt": [["a", 2]], "max_tokens": 2}},
   {"wait": 1, "submit": {"prompt": [["b", 1]], "max_tokens": 1, "n": 2}},
   {"wait": 0, "abort": 7}]}
-"""
+"""  # noqa: E501
 BUSY = Workload(
     Shape(3, 2, 2, budget=3, capture_rows=(1, 2), capture_widths=(2,)),
     (
@@ -56,7 +56,7 @@ TIMELINE = """\
    5  -                   r2              r1@0!                              1  1x2           end r1 length
    6  fail 1 (+r3 empty~  -               r2@0!                              1  -             reap r1; admit r2@0 on b0,b1; execute raised; end r2 error
    7  -                   -               -                                  3  -             reap r2
-   -  (abort r1)          -               -                                  -  -             nothing left to do"""
+   -  (abort r1)          -               -                                  -  -             nothing left to do"""  # noqa: E501
 
 
 def _diverged(path: Path) -> Divergence:

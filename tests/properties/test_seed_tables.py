@@ -56,7 +56,9 @@ def test_soak_in_a_hard_pool(persistent_batch: bool) -> None:
 def test_soak_text_does_not_depend_on_the_pool(persistent_batch: bool) -> None:
     texts = set()
     for blocks, evictions, most, share in SWEEP:
-        ran = soak(soak_workload([3, 2, 4, 2, 5, 3], 9, rows=3, blocks=blocks, block_size=4, persistent_batch=persistent_batch))
+        ran = soak(
+            soak_workload([3, 2, 4, 2, 5, 3], 9, rows=3, blocks=blocks, block_size=4, persistent_batch=persistent_batch)
+        )
         assert ran.violated is None
         figures = [ran.figures[name] for name in ("evictions", "max_preemptions", "recompute_share")]
         assert figures == [evictions, most, share]
@@ -69,7 +71,11 @@ def test_the_leak_is_caught_where_it_arises(persistent_batch: bool) -> None:
     workload = soak_workload(**LEAK, persistent_batch=persistent_batch)  # type: ignore[arg-type]
     found = soak(workload, fault="A05").violated
     assert found is not None
-    assert (found.check, found.iteration, found.headline) == ("audit", 9, "block 2 is allocated but no request holds it")
+    assert (found.check, found.iteration, found.headline) == (
+        "audit",
+        9,
+        "block 2 is allocated but no request holds it",
+    )
 
 
 @pytest.mark.parametrize("persistent_batch", [True, False])

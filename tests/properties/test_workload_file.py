@@ -36,7 +36,7 @@ TEXT = """\
   {"wait": 2, "submit": {"prompt": [["sys", 12], ["b", 3]], "max_tokens": 5, "stop_at": 2, "priority": 1, "temperature": 0.8, "seed": 7, "salt": "t1"}},
   {"wait": 1, "abort": 0},
   {"wait": 3, "fail_step": 1}]}
-"""
+"""  # noqa: E501
 VALUE = Workload(
     Shape(10, 4, 3, capture_rows=(1, 2, 4), capture_widths=(4, 16)),
     (
