@@ -52,9 +52,9 @@ class Spy:
         self.events.append(("seat", seat.row))
 
     def sample(self, logits: torch.Tensor, rows: Sequence[int], positions: Sequence[int]) -> list[Sampled]:
-        for row, position, values in zip(rows, positions, logits.numpy(), strict=True):
+        for row, position, values in zip(rows, positions, logits.cpu().numpy(), strict=True):
             self.logits[row, position] = values.tobytes()
-        return [Sampled(int(values.argmax())) for values in logits.numpy()]
+        return [Sampled(int(values.argmax())) for values in logits.cpu().numpy()]
 
 
 class Driver:
