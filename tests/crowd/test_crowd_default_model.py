@@ -1,0 +1,77 @@
+"""The crowd against the default model: answers of a real vocabulary, with the pool and the chunks that hurt.
+
+Eight clients by default; thirty-two, on both servers and in three orders, in the slow tests.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Sequence
+from typing import Any
+
+import pytest
+import torch
+
+from engine.compute.weights import Weights, load_weights
+from engine.loading import load_model
+from engine.loading.model import LoadedModel
+from tests.crowd.crowd import Answer, Ask, alone, crowd, differences, make_engine, serving, together
+
+AMPLE: dict[str, Any] = {"num_kv_blocks": 256, "block_size": 16, "max_num_seqs": 8, "max_model_len": 256}
+SMALL_POOL = AMPLE | {"num_kv_blocks": 10, "block_size": 8}
+CHUNKS = AMPLE | {"max_num_batched_tokens": 16}
+MANY = crowd(32, prompts=(3, 56), tokens=(4, 20), ids=(100, 40000))
+FEW = crowd(8, prompts=(3, 40), tokens=(4, 8), ids=(100, 40000), n=1)
+Model = tuple[LoadedModel, Weights]
+
+
+@pytest.fixture(scope="module")
+def model() -> Model:
+    loaded = load_model()
+    with torch.inference_mode():
+        return loaded, load_weights(loaded, torch.device("cpu"), torch.float32)
+
+
+def each_alone(model: Model, asks: Sequence[Ask]) -> list[Answer]:
+    with serving(make_engine(*model, **AMPLE)) as served:
+        answers = alone(served.url, asks)
+        assert served.idle_metrics()["num_preemptions_total"] == 0
+    return answers
+
+
+def all_at_once(
+    model: Model, asks: Sequence[Ask], settings: dict[str, Any], order: Sequence[int]
+) -> tuple[list[Answer], dict[str, float]]:
+    with serving(make_engine(*model, **settings)) as served:
+        answers = together(served.url, asks, order)
+        metrics = served.idle_metrics()
+    assert metrics["replays_total"] > 0
+    return answers, metrics
+
+
+def must_preempt(metrics: dict[str, float]) -> None:
+    assert metrics["num_preemptions_total"] > 0
+    assert metrics["recomputed_tokens_total"] > 0
+
+
+def test_eight_clients(model: Model) -> None:
+    answers, metrics = all_at_once(model, FEW, SMALL_POOL | {"max_num_batched_tokens": 16}, range(8))
+    must_preempt(metrics)
+    assert differences(each_alone(model, FEW), answers) == []
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(1200)
+def test_thirty_two_clients(model: Model) -> None:
+    reference = each_alone(model, MANY)
+    ends = [said for answer in reference for said in answer]
+    assert len(ends) > 32
+    assert {said.reason for said in ends} >= {"length"}
+    orders = [list(range(32)), list(range(32))[::-1], random.Random(5).sample(range(32), 32)]
+    for order in orders:
+        answers, metrics = all_at_once(model, MANY, SMALL_POOL, order)
+        must_preempt(metrics)
+        assert differences(reference, answers) == []
+    for order in orders:
+        answers, _ = all_at_once(model, MANY, CHUNKS, order)
+        assert differences(reference, answers) == []
