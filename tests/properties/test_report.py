@@ -6,6 +6,7 @@ from pathlib import Path
 
 from engine.trace import Abort, FailStep, Shape, Submit, Workload, load
 from properties.checks import CLASSES, ORDER, Divergence, LedgerDiffers, differing
+from properties.conftest import divergences
 from properties.faults import armed
 from properties.finds import keep
 from properties.lockstep import run
@@ -116,3 +117,11 @@ def test_every_check_has_a_class_of_its_own() -> None:
     assert len(set(CLASSES.values())) == len(ORDER)
     assert [kind.check for kind in CLASSES.values()] == list(ORDER)
     assert "Iterations count from 1" in LEGEND
+
+
+def test_several_divergences_of_one_hunt_are_all_told(tmp_path: Path) -> None:
+    one, other = _diverged(tmp_path / "one.json"), _diverged(tmp_path / "other.json")
+    assert divergences(one) == str(one)
+    assert divergences(ExceptionGroup("two", [one, other])) == f"{one}\n\n{other}"
+    assert divergences(ExceptionGroup("mixed", [one, KeyError("x")])) is None
+    assert divergences(KeyError("x")) is None
