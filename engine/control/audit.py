@@ -14,13 +14,20 @@ from collections import Counter
 from collections.abc import Iterator
 from itertools import pairwise
 
+from engine.control.prefix import BlockKey
 from engine.control.request import Request, Status
 from engine.control.scheduler import Scheduler
 
 
 def audit(scheduler: Scheduler) -> list[str]:
     """All violations, each message naming block, row and request; empty when everything holds."""
-    return [*_blocks(scheduler), *_rows(scheduler), *_queues(scheduler), *_progress(scheduler)]
+    return [
+        *_blocks(scheduler),
+        *_cache(scheduler),
+        *_rows(scheduler),
+        *_queues(scheduler),
+        *_progress(scheduler),
+    ]
 
 
 def _blocks(s: Scheduler) -> Iterator[str]:
@@ -31,20 +38,63 @@ def _blocks(s: Scheduler) -> Iterator[str]:
         for block, times in Counter(request.table).items():
             if times > 1:
                 yield f"block {block} stands {times} times in the table of request {request.id}"
-    blank = Counter(s.pool.blank())
-    for block, times in sorted(blank.items()):
+    free = Counter((*s.pool.blank(), *s.pool.cached()))
+    for block, times in sorted(free.items()):
         if times > 1:
-            yield f"block {block} stands {times} times in the blank stack"
+            yield f"block {block} stands {times} times among the free ones"
     for block, references in enumerate(s.pool.references):
         held = holders.get(block, [])
-        if held and blank[block]:
-            yield f"block {block} is blank, but request {held[0]} holds it"
-        elif not held and not blank[block]:
+        if held and free[block]:
+            yield f"block {block} is free, but request {held[0]} holds it"
+        elif not held and not free[block]:
             yield f"block {block} is allocated but no request holds it"
-        if references != len(held) and (held or blank[block]):
+        if references != len(held) and (held or free[block]):
             yield f"block {block} counts {references} references, but stands in {len(held)} tables (requests {held})"
-        if len(held) > 1:
-            yield f"block {block} is held by requests {held}, but nothing is shared"
+    yield from _shared(s, holders)
+
+
+def _shared(s: Scheduler, holders: dict[int, list[int]]) -> Iterator[str]:
+    """A block in two tables must be published, and each holder must be past it: nobody writes a shared block."""
+    published = s.pool.published()
+    for block, held in holders.items():
+        if len(held) < 2:
+            continue
+        if block not in published:
+            yield f"block {block} is held by requests {held}, but its content is not published"
+        for request in (s.requests[i] for i in held if i in s.requests):
+            if request.computed < (request.table.index(block) + 1) * s.limits.block_size:
+                yield f"block {block} is shared by requests {held}, but request {request.id} has yet to write it"
+
+
+def _cache(s: Scheduler) -> Iterator[str]:
+    published, cached = s.pool.published(), s.pool.cached()
+    if published and not s.limits.prefix_cache:
+        yield f"block {next(iter(published))} carries a hash, but the prefix cache is off"
+    for block in cached:
+        if block not in published:
+            yield f"block {block} waits among the cached ones, but its content is not published"
+    blank = set(s.pool.blank())
+    for block, key in published.items():
+        if block in blank:
+            yield f"block {block} is blank, but still carries a hash"
+        if s.pool.find(key) != block:
+            yield f"block {block} carries a hash that leads to block {s.pool.find(key)}"
+    for request in s.running:
+        yield from _content(s, request, published)
+
+
+def _content(s: Scheduler, request: Request, published: dict[int, BlockKey]) -> Iterator[str]:
+    """What a published block of a table claims to hold is what the request's own tokens say."""
+    size = s.limits.block_size
+    for index, block in enumerate(request.table):
+        key = published.get(block)
+        if key is None:
+            continue
+        own = tuple(request.tokens[index * size : (index + 1) * size])
+        if key.tokens != own:
+            yield f"block {block} is published with tokens {key.tokens}, but request {request.id} holds it for {own}"
+        if (index + 1) * size > request.computed:
+            yield f"block {block} is published, but request {request.id} has computed only {request.computed} positions"
 
 
 def _rows(s: Scheduler) -> Iterator[str]:

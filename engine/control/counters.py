@@ -21,6 +21,7 @@ class Counters:
     preemptions: int = 0
     recomputed_tokens: int = 0  # all tokens computed in the prefill of a request that was preempted before
     sampled_tokens: int = 0
+    prefix_hit_tokens: int = 0  # tokens that admissions found in the prefix cache, resumed requests included
     submitted: int = 0
     refused: Counter[str] = attrs.field(factory=Counter)  # by reason of the door
     finished: Counter[str] = attrs.field(factory=Counter)  # by finish reason

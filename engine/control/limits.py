@@ -22,6 +22,7 @@ class Limits:
     watermark: int = 0
     max_waiting: int = 1024
     persistent_batch: bool = True
+    prefix_cache: bool = False
     captures: tuple[tuple[int, int], ...] = ()
 
     def __attrs_post_init__(self) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import attrs
 
 from engine.control.plan import Plan, Sampled
+from engine.control.prefix import BlockKey
 
 
 @attrs.frozen
@@ -18,6 +19,7 @@ class Facts:
     replayed_steps: int
     first_iteration: int | None  # of its first admission; None when it never ran
     last_iteration: int
+    cached_tokens: int = 0  # prompt tokens that the first admission found in the prefix cache
 
 
 @attrs.frozen
@@ -57,3 +59,5 @@ class Ledger:
     status: dict[int, str]  # waiting, prefilling, decoding, finished
     blank: tuple[int, ...]  # next to be handed out first
     references: tuple[int, ...]  # per block
+    cached: tuple[int, ...] = ()  # published blocks that nobody owns, the next to be evicted first
+    published: dict[int, BlockKey] = attrs.field(factory=dict)  # what each published block holds

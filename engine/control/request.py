@@ -10,6 +10,7 @@ from typing import Protocol
 
 import attrs
 
+from engine.control.prefix import Chain
 from engine.control.record import Facts
 
 
@@ -42,6 +43,8 @@ class Submission:
     min_tokens: int = 0
     texts: tuple[StopText, ...] = ()
     payloads: tuple[object, ...] = ()
+    salt: str | None = None  # requests with different salts never share a block (rule 11)
+    takes_hits: bool = True  # False for prompt logprobs, which need every position computed
 
 
 class Refusal(Exception):
@@ -63,12 +66,16 @@ class Request:
     min_tokens: int
     text: StopText | None = None
     payload: object = None
+    chain: Chain | None = None  # keys of the full blocks; None when the prefix cache is off
+    takes_hits: bool = True
 
     status: Status = Status.WAITING
     computed: int = 0  # positions whose K/V stands in the blocks
     table: list[int] = attrs.field(factory=list)
     row: int | None = None
     aborted: bool = False
+    published: int = 0  # leading blocks of the table whose content was announced
+    cached: int = 0  # tokens that the first admission found in the cache
 
     preemptions: int = 0
     recomputed: int = 0
@@ -100,6 +107,7 @@ class Request:
             preemptions=self.preemptions,
             recomputed_tokens=self.recomputed,
             replayed_steps=self.replayed_steps,
+            cached_tokens=self.cached,
             first_iteration=self.first_iteration,
             last_iteration=iteration,
         )

@@ -21,6 +21,7 @@ from engine.control.counters import Counters
 from engine.control.door import check_door
 from engine.control.limits import Limits
 from engine.control.plan import Chunk, Decode, Grow, Move, Plan, Replay, Sampled, Seat
+from engine.control.prefix import BlockKey, Chain, root
 from engine.control.record import Finished, Ledger, StepRecord
 from engine.control.replay import decide
 from engine.control.request import Refusal, Request, Status, Submission
@@ -78,6 +79,8 @@ class Scheduler:
                 min_tokens=submission.min_tokens,
                 text=submission.texts[choice] if submission.texts else None,
                 payload=submission.payloads[choice] if submission.payloads else None,
+                chain=self._chain(submission),
+                takes_hits=submission.takes_hits,
             )
             self.requests[request_id] = request
             self._enqueue(request)
@@ -106,7 +109,8 @@ class Scheduler:
         decodes = self._decodes()
         budget = self.limits.max_num_batched_tokens - len(decodes)
         chunks, budget = self._continue_prefills(budget)
-        seated, first_chunks = self._admit(budget)
+        work: list[Chunk | Decode] = [*chunks, *decodes]
+        seated = self._admit(budget, work)
         launch = decide([d.row for d in decodes], self._longest_table(), self.limits.captures)
         plan = Plan(
             iteration=self.iteration,
@@ -114,7 +118,7 @@ class Scheduler:
             grown=tuple(grown),
             moves=tuple(moves),
             seated=tuple(seated),
-            chunks=(*chunks, *first_chunks),
+            chunks=tuple(entry for entry in work if isinstance(entry, Chunk)),
             decodes=decodes,
             launch=launch,
         )
@@ -136,6 +140,7 @@ class Scheduler:
             request = self.requests[decode.request]
             request.computed += 1
             request.replayed_steps += isinstance(plan.launch, Replay)
+        self._publish(plan)
         results = tuple((entry.request, token) for entry, token in zip(plan.sampling, sampled, strict=True))
         finished = [
             end for request_id, result in results if (end := self._append(self.requests[request_id], result.token))
@@ -198,7 +203,7 @@ class Scheduler:
         """Blocks and row go back, tokens stay, progress is lost, the place in the queue is kept (rule 6)."""
         self.running.remove(victim)
         row = self._give_back(victim)
-        victim.computed = 0
+        victim.computed = victim.published = 0
         victim.preemptions += 1
         victim.status = Status.WAITING
         self._enqueue(victim)
@@ -237,32 +242,104 @@ class Scheduler:
                 budget -= len(chunks[-1].tokens)
         return chunks, budget
 
-    def _admit(self, budget: int) -> tuple[list[Seat], list[Chunk]]:
-        """Rule 8. The head of the queue or nobody; nobody overtakes. A failed attempt changes nothing."""
-        seated: list[Seat] = []
-        chunks: list[Chunk] = []
-        while self.waiting and self.rows.num_free and budget > 0 and self._fits(self.waiting[0]):
-            request = self.waiting.pop(0)
-            request.table = [self.pool.take() for _ in range(self.limits.blocks_for(request.num_tokens))]
-            row = request.row = self.rows.take(request.id)
-            request.status = Status.PREFILLING
-            if request.first_iteration is None:
-                request.first_iteration = self.iteration
-            insort(self.running, request, key=lambda r: r.order)
-            seated.append(
-                Seat(request.id, row, tuple(request.tokens), request.prompt_len, tuple(request.table), request.payload)
-            )
-            chunks.append(self._chunk(request, budget))
-            budget -= len(chunks[-1].tokens)
-        return seated, chunks
+    def _admit(self, budget: int, work: list[Chunk | Decode]) -> list[Seat]:
+        """Rule 8. The head of the queue or nobody; nobody overtakes. A failed attempt changes nothing.
 
-    def _fits(self, request: Request) -> bool:
-        """The watermark is a reserve that may delay a request but never exclude it (rule 8)."""
-        need = self.limits.blocks_for(request.num_tokens)
+        ``work`` is what this iteration computes so far; the first chunks of the admitted are appended to it.
+        """
+        seated: list[Seat] = []
+        coming = self._to_be_published(work)
+        while self.waiting and self.rows.num_free and budget > 0:
+            request = self.waiting[0]
+            hits = self._hits(request)
+            if not self._fits(request, hits) or self._first_miss(request, len(hits)) in coming:
+                break
+            del self.waiting[0]
+            seated.append(self._seat(request, hits))
+            chunk = self._chunk(request, budget)
+            work.append(chunk)
+            coming |= self._to_be_published([chunk])
+            budget -= len(chunk.tokens)
+        return seated
+
+    def _seat(self, request: Request, hits: list[int]) -> Seat:
+        """Hits are referenced before new blocks are taken, so that a request cannot evict what it is about to use."""
+        for block in hits:
+            self.pool.share(block)
+        missing = self.limits.blocks_for(request.num_tokens) - len(hits)
+        request.table = [*hits, *(self.pool.take() for _ in range(missing))]
+        request.published = len(hits)
+        request.computed = len(hits) * self.limits.block_size
+        row = request.row = self.rows.take(request.id)
+        request.status = Status.PREFILLING
+        if request.first_iteration is None:
+            request.first_iteration = self.iteration
+            request.cached = request.computed
+        self.counters.prefix_hit_tokens += request.computed
+        insort(self.running, request, key=lambda r: r.order)
+        return Seat(request.id, row, tuple(request.tokens), request.prompt_len, tuple(request.table), request.payload)
+
+    def _fits(self, request: Request, hits: list[int]) -> bool:
+        """The watermark is a reserve that may delay a request but never exclude it (rule 8).
+
+        A hit that nobody owns is still one of the free blocks until it is taken, hence it is charged like a new one.
+        """
+        total = self.limits.blocks_for(request.num_tokens)
         reserve = self.limits.watermark
-        if need > self.limits.num_blocks - reserve:
+        if total > self.limits.num_blocks - reserve:
             reserve = 0
-        return need <= self.pool.num_free - reserve
+        unowned = sum(self.pool.references[block] == 0 for block in hits)
+        return total - len(hits) + unowned <= self.pool.num_free - reserve
+
+    # Prefix cache (rule 11) --------------------------------------------------------------------------------------
+
+    def _chain(self, submission: Submission) -> Chain | None:
+        return Chain(self.limits.block_size, root(submission.salt)) if self.limits.prefix_cache else None
+
+    def _eligible(self, request: Request) -> list[BlockKey]:
+        """Keys of the blocks that may be hits: full ones, and at least one token is left to compute."""
+        if request.chain is None or not request.takes_hits:
+            return []
+        return request.chain.upto(request.tokens, (request.num_tokens - 1) // self.limits.block_size)
+
+    def _hits(self, request: Request) -> list[int]:
+        """The longest published prefix, as blocks. Changes nothing, LRU order included."""
+        hits: list[int] = []
+        for key in self._eligible(request):
+            block = self.pool.find(key)
+            if block is None:
+                break
+            hits.append(block)
+        return hits
+
+    def _first_miss(self, request: Request, num_hits: int) -> BlockKey | None:
+        eligible = self._eligible(request)
+        return eligible[num_hits] if num_hits < len(eligible) else None
+
+    def _to_be_published(self, work: Sequence[Chunk | Decode]) -> set[BlockKey | None]:
+        """Keys of the blocks that will be full once ``work`` is computed and that are not published yet."""
+        keys: set[BlockKey | None] = set()
+        if self.limits.prefix_cache:
+            for entry in work:
+                request = self.requests[entry.request]
+                count = len(entry.tokens) if isinstance(entry, Chunk) else 1
+                keys.update(self._full_keys(request, request.computed + count)[request.published :])
+        return keys
+
+    def _full_keys(self, request: Request, computed: int) -> list[BlockKey]:
+        assert request.chain is not None
+        return request.chain.upto(request.tokens, computed // self.limits.block_size)
+
+    def _publish(self, plan: Plan) -> None:
+        """After the forward that wrote them, in order, full blocks up to the computed count become hits for others."""
+        if not self.limits.prefix_cache:
+            return
+        ids = (*(chunk.request for chunk in plan.chunks), *(decode.request for decode in plan.decodes))
+        for request in sorted((self.requests[i] for i in ids), key=lambda r: r.order):
+            keys = self._full_keys(request, request.computed)
+            for index in range(request.published, len(keys)):
+                self.pool.publish(request.table[index], keys[index])
+            request.published = len(keys)
 
     def _chunk(self, request: Request, budget: int) -> Chunk:
         count = min(budget, request.missing)
@@ -353,4 +430,6 @@ class Scheduler:
             status={r.id: str(r.status) for r in live},
             blank=self.pool.blank(),
             references=tuple(self.pool.references),
+            cached=self.pool.cached(),
+            published=self.pool.published(),
         )
