@@ -67,7 +67,9 @@ class Said:
 Answer = tuple[Said, ...]  # one for each choice
 
 
-def crowd(count: int, *, prompts: tuple[int, int], tokens: tuple[int, int], ids: tuple[int, int], n: int = 2) -> list[Ask]:
+def crowd(
+    count: int, *, prompts: tuple[int, int], tokens: tuple[int, int], ids: tuple[int, int], n: int = 2
+) -> list[Ask]:
     """``count`` requests, half of them greedy, every sampling parameter in some of them. ``prompts``, ``tokens``: shortest
     and longest prompt and answer; ``ids``: prompts are drawn from this range; ``n``: choices of those that want several.
 

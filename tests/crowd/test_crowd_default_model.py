@@ -18,7 +18,7 @@ from engine.loading.model import LoadedModel
 from tests.crowd.crowd import Answer, Ask, alone, crowd, differences, make_engine, serving, together
 
 AMPLE: dict[str, Any] = {"num_kv_blocks": 256, "block_size": 16, "max_num_seqs": 8, "max_model_len": 256}
-SMALL_POOL = AMPLE | {"num_kv_blocks": 10, "block_size": 8}
+SMALL_POOL = AMPLE | {"num_kv_blocks": 22, "block_size": 4}
 CHUNKS = AMPLE | {"max_num_batched_tokens": 16}
 MANY = crowd(32, prompts=(3, 56), tokens=(4, 20), ids=(100, 40000))
 FEW = crowd(8, prompts=(3, 40), tokens=(4, 8), ids=(100, 40000), n=1)
