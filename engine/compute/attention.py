@@ -239,5 +239,5 @@ def _by_tile(lanes: Tensor) -> Tensor:
 
 def _split(x: Tensor, dim: int, inner: int) -> Tensor:
     """Dimension ``dim`` of size n * inner seen as two, (n, inner)."""
-    view: Tensor = x.unflatten(dim, (-1, inner))  # type: ignore[no-untyped-call]
+    view: Tensor = x.unflatten(dim, (-1, inner))
     return view
