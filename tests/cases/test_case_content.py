@@ -9,6 +9,7 @@ from typing import Any
 import attrs
 import pytest
 
+from engine.compute.inputs import StaticInputs
 from engine.control.record import StepRecord
 from tests.cases.oracle import (
     Ask,
@@ -212,30 +213,43 @@ def test_b048_the_same_prompt_in_batches_of_1_to_17(captures: tuple[int, ...] | 
         assert differences(asks, play(shared, asks)) == [], f"batch size {count}"
 
 
-@pytest.mark.parametrize("shape", [(1, 2, 4, 8), (3, 5, 8)], ids=["powers", "odd"])
-def test_b037_every_bucket_with_every_real_size(shape: tuple[int, ...], monkeypatch: pytest.MonkeyPatch) -> None:
-    """Before each step the static inputs hold the worst that a padded row could be given; replay, eager and solo agree."""
-    from engine.compute.inputs import StaticInputs
+HOSTILE = {"tokens": 511, "positions": 63, "slots": 0, "tables": 0}
 
+
+def on_hostile_inputs(
+    size: int, shape: tuple[int, ...], monkeypatch: pytest.MonkeyPatch, pads: bool = True
+) -> list[str]:
+    """What goes wrong when before each step the static inputs hold the worst that a padded row could be given.
+
+    ``pads`` False is the fault: rows beyond the real ones keep what they hold.
+    """
     fill = StaticInputs.fill
 
     def hostile(self: StaticInputs, values: dict[str, Any], rows: int, width: int) -> None:
         for name, buffer in self.host.items():
-            buffer.fill_({"tokens": 511, "positions": 63, "slots": 0, "tables": 0}[name])
-        fill(self, values, rows, width)
+            buffer.fill_(HOSTILE[name])
+        fill(self, values, rows if pads else len(values["tokens"]), width)
 
-    for size in range(1, 9):
-        asks = [Ask(text(k, 3 + k), greedy(6)) for k in range(size)]
-        shared = engine(watched=True, num_kv_blocks=32, max_num_seqs=8, max_num_batched_tokens=64, capture_rows=shape)
-        monkeypatch.setattr(StaticInputs, "fill", hostile)
+    asks = [Ask(text(k, 3 + k), greedy(6)) for k in range(size)]
+    shared = engine(watched=True, num_kv_blocks=32, max_num_seqs=8, max_num_batched_tokens=64, capture_rows=shape)
+    with monkeypatch.context() as patched:
+        patched.setattr(StaticInputs, "fill", hostile)
         answers = play(shared, asks)
-        monkeypatch.setattr(StaticInputs, "fill", fill)
-        assert differences(asks, answers) == []
-        assert isinstance(shared.runner, Watched)
-        assert shared.runner.complaints == []
-        assert set(shared.counters.replays) == {
-            (next(rows for rows in sorted(shape) if rows >= size), width) for _, width in shared.counters.replays
-        }
+    bucket = min(rows for rows in shape if rows >= size)
+    assert {rows for rows, _ in shared.counters.replays} == {bucket}
+    assert isinstance(shared.runner, Watched)
+    return [*shared.runner.complaints, *differences(asks, answers)]
+
+
+@pytest.mark.parametrize("shape", [(1, 2, 4, 8), (3, 5, 8)], ids=["powers", "odd"])
+def test_b037_every_bucket_with_every_real_size(shape: tuple[int, ...], monkeypatch: pytest.MonkeyPatch) -> None:
+    """Replayed with padding, each row says what it says alone, and no other memory is written."""
+    for size in range(1, 9):
+        assert on_hostile_inputs(size, shape, monkeypatch) == [], f"{size} rows"
+
+
+def test_b037_rows_that_are_not_padded_are_seen(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert on_hostile_inputs(5, (8,), monkeypatch, pads=False) != []
 
 
 @pytest.mark.parametrize("length", range(1, 13))
