@@ -43,7 +43,7 @@ def all_at_once(
     model: Model, asks: Sequence[Ask], settings: dict[str, Any], order: Sequence[int]
 ) -> tuple[list[Answer], dict[str, float]]:
     with serving(make_engine(*model, **settings)) as served:
-        answers = together(served.url, asks, order)
+        answers = together(served, asks, order)
         metrics = served.idle_metrics()
     assert metrics["replays_total"] > 0
     return answers, metrics

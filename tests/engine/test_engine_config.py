@@ -12,6 +12,7 @@ import torch
 
 from engine import build
 from engine.build import assemble, resolve_device, resolve_dtype, settle
+from engine.compute.kv import kv_bytes_per_block
 from engine.config import ConfigError, EngineConfig
 from engine.control.limits import Limits
 from engine.engine import Engine
@@ -28,7 +29,10 @@ BOUNDS = {
     "max_waiting": (1, 2**20),
     "threads": (1, 1024),
 }
-ROOM = {"max_num_seqs": 1, "max_num_batched_tokens": 2**20}  # so that only the field under test is wrong
+ROOM: dict[str, Any] = {
+    "max_num_seqs": 1,
+    "max_num_batched_tokens": 2**20,
+}  # so that only the field under test is wrong
 
 
 @pytest.mark.parametrize(("field", "low", "high"), [(field, *bounds) for field, bounds in BOUNDS.items()])
@@ -104,7 +108,7 @@ def test_a_watermark_as_large_as_the_settled_pool() -> None:
 
 
 def test_the_pool_fits_the_memory_or_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
-    per_block = build.kv_bytes_per_block(synthetic_model().config, 16, torch.float32)
+    per_block = kv_bytes_per_block(synthetic_model().config, 16, torch.float32)
     monkeypatch.setattr(build, "_free_bytes", lambda device: round(per_block * 40 / build.FREE_SHARE) + 1)
     assert settled().num_blocks == 40
     monkeypatch.setattr(build, "_free_bytes", lambda device: round(per_block * 31 / build.FREE_SHARE) + 1)

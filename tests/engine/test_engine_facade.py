@@ -106,7 +106,7 @@ def test_seeds_that_are_equal_modulo_a_power_of_two_are_different() -> None:
     """-1 and 2**63 - 1 share 63 bits, 0 and -2**63 too."""
     runner = StubRunner()
     engine = stub_engine(runner)
-    specs = []
+    specs: list[int] = []
     for seed in (0, SEED_RANGE[0], -1, SEED_RANGE[1]):
         engine.submit(PROMPT, SamplingParams(max_tokens=1, seed=seed))
         drain(engine)
@@ -318,7 +318,7 @@ def test_the_real_runner_after_a_failed_step(monkeypatch: pytest.MonkeyPatch) ->
 def test_min_tokens_on_the_real_runner() -> None:
     """An answer that would stop at once goes on for min_tokens, and never with what was held back."""
     engine = real_engine()
-    greedy = {"temperature": 0, "max_tokens": 12, "ignore_eos": True}
+    greedy: dict[str, Any] = {"temperature": 0, "max_tokens": 12, "ignore_eos": True}
     (free,) = answers(engine, SamplingParams(**greedy))
     (stopped,) = answers(engine, SamplingParams(**greedy, stop_token_ids=(free[1],)))
     assert stopped == free[: free.index(free[1]) + 1]

@@ -61,14 +61,15 @@ def test_text_and_ids_one_and_many(llm: LLM) -> None:
     for text, output in zip(TEXTS, together, strict=True):
         ids = tokenizer.encode(text)
         assert output.prompt_token_ids == tuple(ids)
-        for prompt in (text, ids, tuple(ids), [text], [ids]):
+        forms: list[Any] = [text, ids, tuple(ids), [text], [ids]]
+        for prompt in forms:
             (alone,) = llm.generate(prompt, GREEDY)
             assert (alone.token_ids, alone.text) == (output.token_ids, output.text)
         assert output.finish_reason == "length"
         assert len(output.token_ids) == 12
     assert llm.engine.counters.preemptions > 0  # twelve blocks are too few for three at once
-    (mixed, other) = llm.generate([tokenizer.encode(TEXTS[0]), TEXTS[1]], GREEDY)
-    assert tokens([mixed, other]) == tokens(together)[:2]
+    mixed: list[Any] = [tokenizer.encode(TEXTS[0]), TEXTS[1]]
+    assert tokens(llm.generate(mixed, GREEDY)) == tokens(together)[:2]
     assert llm.generate([], GREEDY) == []
 
 
