@@ -130,3 +130,9 @@ def test_a_seed_repeats_an_answer(folder: str, llm: LLM) -> None:
     assert err.startswith("(seed ")
     drawn = err.removeprefix("(seed ").removesuffix(")\n")
     assert run(*sampled, "--seed", drawn, "--quiet") == (0, out, "")
+
+
+def test_raw_text_from_standard_input(folder: str, llm: LLM) -> None:
+    text = "the water \u00e9 is"
+    expected = llm.generate(text, SamplingParams(max_tokens=8, temperature=0))[0].text
+    assert run("-", "--raw", "--model", folder, *SHORT, stdin=text.encode()) == (0, expected + "\n", "")
