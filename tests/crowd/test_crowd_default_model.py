@@ -21,7 +21,8 @@ AMPLE: dict[str, Any] = {"num_kv_blocks": 256, "block_size": 16, "max_num_seqs":
 SMALL_POOL = AMPLE | {"num_kv_blocks": 22, "block_size": 4}
 CHUNKS = AMPLE | {"max_num_batched_tokens": 16}
 MANY = crowd(32, prompts=(3, 56), tokens=(4, 20), ids=(100, 40000))
-FEW = crowd(8, prompts=(3, 40), tokens=(4, 8), ids=(100, 40000), n=1)
+FEW = crowd(8, prompts=(3, 20), tokens=(8, 12), ids=(100, 40000), n=1)
+FEW_IN_LITTLE = AMPLE | {"num_kv_blocks": 23, "block_size": 2}  # preempts in every order of arrival
 Model = tuple[LoadedModel, Weights]
 
 
@@ -55,7 +56,7 @@ def must_preempt(metrics: dict[str, float]) -> None:
 
 
 def test_eight_clients(model: Model) -> None:
-    answers, metrics = all_at_once(model, FEW, SMALL_POOL | {"max_num_batched_tokens": 16}, range(8))
+    answers, metrics = all_at_once(model, FEW, FEW_IN_LITTLE | {"max_num_batched_tokens": 16}, range(8))
     must_preempt(metrics)
     assert differences(each_alone(model, FEW), answers) == []
 
