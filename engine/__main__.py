@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import sys
 from typing import Annotated
 
@@ -17,9 +18,17 @@ app = App(
 )
 
 
+def _not_an_option(_: object, prompt: str) -> None:
+    """A lone hyphen may stand for standard input; anything longer with one in front is a misspelt option."""
+    if prompt.startswith("-") and prompt != "-":
+        raise ValueError(
+            f"unknown option {prompt}; a prompt that begins with a hyphen is read with - from standard input"
+        )
+
+
 @app.default
 def answer(
-    prompt: str,
+    prompt: Annotated[str, Parameter(allow_leading_hyphen=True, validator=_not_an_option)],
     /,
     *,
     model: str | None = None,
@@ -70,6 +79,9 @@ def answer(
     except (ConfigError, LoadError, InvalidRequest) as error:
         print(f"error: {error}", file=sys.stderr)
         return 2
+    except BrokenPipeError:  # the reader has left; nothing of what is still buffered may be written at exit
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 141
     except KeyboardInterrupt:
         print(file=sys.stderr)
         return 130

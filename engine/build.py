@@ -155,7 +155,6 @@ def _capacity(
     model: LoadedModel, limits: Limits, runner: ModelRunner, device: str, dtype: torch.dtype
 ) -> list[tuple[str, str]]:
     tokens = limits.num_blocks * limits.block_size
-    kv_bytes = (limits.num_blocks + 1) * kv_bytes_per_block(model.config, limits.block_size, dtype)
     longest = _longest(limits.max_model_len, limits.num_blocks, limits.block_size)
     gap = captures_gap(
         limits.captures, max_num_seqs=limits.max_num_seqs, max_model_len=longest, block_size=limits.block_size
@@ -166,7 +165,10 @@ def _capacity(
     return [
         ("model", f"{model.name} ({model.config.family}, {model.weight_types})"),
         ("device", f"{device}, {str(dtype).removeprefix('torch.')}, {torch.get_num_threads()} threads"),
-        ("KV cache", f"{limits.num_blocks} blocks x {limits.block_size} = {tokens} tokens, {kv_bytes / 2**20:.0f} MiB"),
+        (
+            "KV cache",
+            f"{limits.num_blocks} blocks x {limits.block_size} = {tokens} tokens, {runner.kv_bytes / 2**20:.0f} MiB",
+        ),
         (
             "context",
             f"{limits.max_model_len} tokens; {tokens / limits.max_model_len:.1f} requests of that length at once",

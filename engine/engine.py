@@ -114,6 +114,8 @@ class Engine:
     def check(self, prompt: Sequence[int], params: SamplingParams) -> None:
         """Raises what ``submit`` would raise for a request that can never be served; queues nothing."""
         params.check_vocabulary(self.limits.vocab_size)
+        if params.n > self.limits.max_waiting:
+            raise InvalidRequest("n", f"n is {params.n}, but the queue holds {self.limits.max_waiting} requests")
         try:
             check_door(self.limits, Submission(tuple(prompt), params.max_tokens), 0, 0)
         except Refusal as refusal:
@@ -175,6 +177,9 @@ class Engine:
             sampled = self.runner.execute(plan)
         except Exception as error:  # noqa: BLE001 - rule 3: whatever compute raised is the end of this plan only
             return self.scheduler.fail(plan, f"{type(error).__name__}: {error}")
+        except BaseException:  # Ctrl-C: an iteration that stays open would let no other follow
+            self.scheduler.fail(plan, "interrupted")
+            raise
         return self.scheduler.commit(plan, sampled)
 
     # Readings ----------------------------------------------------------------------------------------------------

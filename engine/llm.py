@@ -5,8 +5,10 @@ Drives the same ``Engine`` as the server; only the loop is here.
 
 from __future__ import annotations
 
+import signal
+import threading
 from collections.abc import Iterator, Sequence
-from contextlib import nullcontext
+from contextlib import contextmanager, nullcontext
 from typing import Any, cast
 
 import attrs
@@ -64,17 +66,15 @@ class _Live:
     sampled: list[Sampled] = attrs.field(factory=list)
     end: Finished | None = None
 
-    def take(self, token: Sampled, end: Finished | None) -> str:
+    def take(self, token: Sampled, end: Finished | None) -> None:
         self.sampled.append(token)
         ended_by_id = end is not None and isinstance(end.stop, int)
         if not self.stops_in_commit and not ended_by_id:  # the stop token itself is not part of the text
             self.text.push(token.token, False)
-        return self.text.take()
 
-    def finish(self, end: Finished) -> str:
+    def finish(self, end: Finished) -> None:
         self.end = end
         self.text.finish()
-        return self.text.take()
 
     def choice(self) -> Choice:
         assert self.end is not None
@@ -90,6 +90,7 @@ class LLM:
     def __init__(self, model: str | None = None, *, engine: Engine | None = None, **settings: Any) -> None:
         """Raises ``LoadError`` or ``ConfigError``. ``engine`` hands in one that exists already."""
         self.engine = engine or Engine.from_config(EngineConfig(model=model, **settings))
+        self._lives: dict[int, _Live] = {}  # of every caller: whoever steps delivers to all
 
     def generate(
         self,
@@ -129,11 +130,13 @@ class LLM:
         ((request, live),) = self._submit(self._encode(prompt), one)
         try:
             while live.end is None:
-                yield from filter(None, self._step({request: live}))
+                self._step()
+                if piece := live.text.take():
+                    yield piece
+            if piece := live.text.take():  # what came while another caller stepped
+                yield piece
         finally:
-            self.engine.abort(request)
-            while self.engine.has_work:
-                self.engine.step()
+            self._leave([request])
 
     def render(self, messages: Sequence[dict[str, Any]]) -> list[int]:
         """Token ids of a conversation, ready for the answer. Raises ``InvalidRequest`` without a chat template."""
@@ -162,21 +165,36 @@ class LLM:
         ]
         submitted = self.engine.submit(ids, params, texts=texts if params.stop else ())
         lives = [_Live(text, seed, bool(params.stop)) for text, seed in zip(texts, submitted.seeds, strict=True)]
-        return list(zip(submitted.requests, lives, strict=True))
+        mine = list(zip(submitted.requests, lives, strict=True))
+        self._lives.update(mine)
+        return mine
 
-    def _step(self, lives: dict[int, _Live]) -> Iterator[str]:
-        record = self.engine.step()
-        ends = {end.request: end for end in (*record.aborted, *record.finished)}
-        for request, sampled in record.sampled:
-            if request in lives:
-                yield lives[request].take(sampled, ends.get(request))
-        for request, end in ends.items():
-            if request in lives:
-                yield lives[request].finish(end)
+    def _step(self) -> int:
+        """One iteration, delivered to everybody who waits; returns the number of tokens sampled."""
+        with _ctrl_c_afterwards():
+            record = self.engine.step()
+            ends = {end.request: end for end in (*record.aborted, *record.finished)}
+            for request, sampled in record.sampled:
+                if request in self._lives:
+                    self._lives[request].take(sampled, ends.get(request))
+            for request, end in ends.items():
+                if request in self._lives:
+                    self._lives.pop(request).finish(end)
+        return len(record.sampled)
+
+    def _leave(self, requests: Sequence[int]) -> None:
+        """Aborts what still runs and steps until blocks and rows are back; other callers' requests go on."""
+        for request in requests:
+            self.engine.abort(request)
+        while any(request in self.engine.scheduler.requests for request in requests):
+            self._step()
+        for request in requests:
+            self._lives.pop(request, None)
 
     def _run(self, encoded: list[list[int]], each: list[SamplingParams], progress: bool) -> list[Output]:
         groups: list[list[_Live]] = []
         running: dict[int, _Live] = {}
+        submitted: list[int] = []
         pending = list(zip(encoded, each, strict=True))[::-1]
         with _bar(sum(p.n for p in each)) if progress else nullcontext() as bar:
             try:
@@ -189,21 +207,45 @@ class LLM:
                         group = self._submit(*pending.pop())
                         groups.append([live for _, live in group])
                         running.update(group)
-                    tokens = sum(1 for _ in self._step(running))
+                        submitted.extend(request for request, _ in group)
+                    tokens = self._step()
                     done = [request for request, live in running.items() if live.end is not None]
                     for request in done:
                         del running[request]
                     if bar is not None:
-                        bar(len(done), tokens - len(done))
+                        bar(len(done), tokens)
             finally:
-                for request in running:
-                    self.engine.abort(request)
-                while self.engine.has_work:
-                    self.engine.step()
+                self._leave(submitted)
         return [
             Output(tuple(ids), tuple(live.choice() for live in group))
             for ids, group in zip(encoded, groups, strict=True)
         ]
+
+
+@contextmanager
+def _ctrl_c_afterwards() -> Iterator[None]:
+    """Holds Ctrl-C back until the block is done, so that no iteration is left half done; a second one does not wait."""
+    held = False
+
+    def hold(number: int, frame: Any) -> None:
+        nonlocal held
+        if held:
+            signal.default_int_handler(number, frame)
+        held = True
+
+    ours = (
+        threading.current_thread() is threading.main_thread()
+        and signal.getsignal(signal.SIGINT) is signal.default_int_handler
+    )
+    if ours:
+        signal.signal(signal.SIGINT, hold)
+    try:
+        yield
+    finally:
+        if ours:
+            signal.signal(signal.SIGINT, signal.default_int_handler)
+    if held:
+        raise KeyboardInterrupt
 
 
 def _as_batch(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:

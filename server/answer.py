@@ -13,6 +13,7 @@ from contextlib import suppress
 from typing import Any, Protocol
 
 import structlog
+from sse_starlette.event import ServerSentEvent
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
@@ -27,6 +28,9 @@ _STREAM_HEADERS = [
     (b"cache-control", b"no-cache"),
     (b"x-accel-buffering", b"no"),  # asks nginx not to collect events
 ]
+
+_DONE = ServerSentEvent("[DONE]", sep="\n").encode()
+_PING = ServerSentEvent(comment="ping", sep="\n").encode()
 
 
 class Shape(Protocol):
@@ -106,7 +110,7 @@ async def send_whole(send: Send, body: Any) -> None:
 
 def frame(event: Mapping[str, Any]) -> bytes:
     """One server-sent event. LF only: many clients split at an empty line and know no CRLF."""
-    return b"data: " + dumps(event) + b"\n\n"
+    return ServerSentEvent(dumps(event).decode(), sep="\n").encode()
 
 
 async def send_events(send: Send, events: AsyncIterator[bytes]) -> None:
@@ -120,7 +124,7 @@ async def send_events(send: Send, events: AsyncIterator[bytes]) -> None:
     except Exception as error:  # noqa: BLE001 - after the first byte, an error can only be an event
         data = frame(of_exception(error).body())
         await send({"type": "http.response.body", "body": data, "more_body": True})
-    await send({"type": "http.response.body", "body": b"data: [DONE]\n\n", "more_body": False})
+    await send({"type": "http.response.body", "body": _DONE, "more_body": False})
 
 
 async def frames(shape: Shape, generation: Generation, ping_interval: float) -> AsyncIterator[bytes]:
@@ -129,7 +133,7 @@ async def frames(shape: Shape, generation: Generation, ping_interval: float) -> 
         yield head
     async for deltas in generation.news(ping_interval or None):
         if not deltas:
-            yield b": ping\n\n"
+            yield _PING
         elif data := b"".join(frame(event) for delta in deltas for event in shape.events(delta)):
             yield data
     if tail := b"".join(frame(event) for event in shape.last()):

@@ -18,10 +18,12 @@ from starlette.datastructures import Headers, MutableHeaders
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from server.errors import ApiError, of_exception
+from server.logs import printable
 from server.settings import ServerSettings
 
 OPEN_PATHS = frozenset({"/health", "/ready", "/version"})  # answered without a key
 _QUIET_PATHS = OPEN_PATHS | {"/metrics"}  # probes: logged at debug only
+_READ_ON = 8  # times the limit: so much of a body that is too large is read before it is refused
 _ID = re.compile(r"[A-Za-z0-9._:-]{1,128}")
 
 log = structlog.get_logger("lockstep.http")
@@ -70,7 +72,7 @@ class FrontDoor:
                 write(
                     "request",
                     method=scope["method"],
-                    path=scope["path"][:200],
+                    path=printable(scope["path"][:200]),
                     status=status or 499,  # nothing was sent: the client was gone
                     seconds=round(time.perf_counter() - started, 4),
                 )
@@ -109,28 +111,31 @@ class FrontDoor:
             )
 
     async def _read(self, headers: Headers, receive: Receive) -> bytes:
-        """The body. Refused by its announced length first, then by the bytes that arrive."""
+        """The body, judged by its announced length and by the bytes that arrive."""
         announced = headers.get("content-length", "")
-        if announced.isdecimal() and len(announced) < 20 and int(announced) > self.max_body_bytes:
-            raise self._too_large(f"{int(announced)} bytes")
+        too_large = announced.isdecimal() and len(announced) < 20 and int(announced) > self.max_body_bytes
         parts: list[bytes] = []
         size = 0
         more = True
-        while more:
+        while more and size <= _READ_ON * self.max_body_bytes:
             message = await receive()
             if message["type"] == "http.disconnect":
                 raise _ClientGone
-            parts.append(message.get("body", b""))
-            size += len(parts[-1])
-            if size > self.max_body_bytes:
-                raise self._too_large(f"more than {self.max_body_bytes} bytes")
+            size += len(message.get("body", b""))
+            too_large = too_large or size > self.max_body_bytes
+            if too_large:  # thrown away: a client that is still sending would never see an answer
+                parts.clear()
+            else:
+                parts.append(message.get("body", b""))
             more = message.get("more_body", False)
+        if too_large:
+            raise self._too_large()
         return b"".join(parts)
 
-    def _too_large(self, size: str) -> ApiError:
+    def _too_large(self) -> ApiError:
         return ApiError(
             413,
-            f"the body has {size}, but at most {self.max_body_bytes} are allowed",
+            f"the body is larger than {self.max_body_bytes} bytes",
             code="body_too_large",
             headers={"Connection": "close"},
         )

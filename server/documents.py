@@ -42,7 +42,7 @@ STREAMED: dict[int | str, dict[str, Any]] = {
         "description": "The answer; with `stream`, server-sent events that end with `data: [DONE]`.",
         "content": {
             "application/json": {"schema": {"type": "object"}},
-            "text/event-stream": {"schema": {"type": "string"}},
+            "text/event-stream": {},
         },
     },
     **ERRORS,

@@ -12,6 +12,7 @@ from typing import Any
 import structlog
 
 from server.errors import ApiError, brief, shorten
+from server.logs import printable
 
 MAX_NAMES = 256  # names that are remembered; a stranger must not fill the memory with them
 
@@ -113,7 +114,7 @@ class FieldJudge:
                 self._warn(prefix + name)
 
     def _warn(self, name: str) -> None:
-        name = shorten(name, 64)
+        name = printable(shorten(name, 64))
         if name not in self._seen and len(self._seen) < MAX_NAMES:
             self._seen.add(name)
             log.warning("unknown field is ignored; said once", field=name)

@@ -9,6 +9,11 @@ from typing import Any
 import structlog
 
 
+def printable(text: str) -> str:
+    """``text`` from a stranger as printable ASCII: no line breaks and no terminal escapes get into the log."""
+    return text if text.isascii() and text.isprintable() else ascii(text)[1:-1]
+
+
 def configure(level: str, form: str) -> None:
     """Sets structlog and the standard library's root logger (uvicorn's warnings) for the whole process."""
     number = getattr(logging, level.upper())

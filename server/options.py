@@ -63,11 +63,13 @@ class Options:
     enforce_eager: Annotated[bool, _flag(_MEMORY, "Record and replay no graphs.", negative="")] = False
     capture_rows: Annotated[
         tuple[int, ...] | None,
-        _flag(_MEMORY, "Row counts to record graphs for; by default all.", consume_multiple=True),
+        _flag(
+            _MEMORY, "Row counts to record graphs for; by default 1, 2, 4, ... --max-num-seqs.", consume_multiple=True
+        ),
     ] = None
     capture_widths: Annotated[
         tuple[int, ...] | None,
-        _flag(_MEMORY, "Block-table widths to record graphs for; by default the widest.", consume_multiple=True),
+        _flag(_MEMORY, "Block-table widths to record; by default up to the longest, in steps.", consume_multiple=True),
     ] = None
     persistent_batch: Annotated[
         bool, _flag(_MEMORY, "Keep decoding requests in the first rows, so that every decode step can replay a graph.")

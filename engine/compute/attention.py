@@ -123,10 +123,10 @@ class Attention:
         )
         hidden: dict[int | None, Tensor] = {None: outside}
         if queries is not last:
-            hidden[None] = take("hidden", len(queries), tiles * TILE, dtype=torch.bool)
+            hidden[None] = take("hidden lanes", len(queries), tiles * TILE, dtype=torch.bool)
             do(mask_future, lanes, queries[:, None], hidden[None])
         for window in self._windows:
-            hidden[window] = take(f"hidden {window}", len(queries), tiles * TILE, dtype=torch.bool)
+            hidden[window] = take(f"hidden lanes {window}", len(queries), tiles * TILE, dtype=torch.bool)
             floor = take("window floor", len(queries), 1, dtype=torch.int64)
             do(mask_past_window, lanes, queries[:, None], window, hidden[None], floor, hidden[window])
         return Context(tiles, cache_rows, hidden)
@@ -239,5 +239,5 @@ def _by_tile(lanes: Tensor) -> Tensor:
 
 def _split(x: Tensor, dim: int, inner: int) -> Tensor:
     """Dimension ``dim`` of size n * inner seen as two, (n, inner)."""
-    view: Tensor = x.unflatten(dim, (-1, inner))  # type: ignore[no-untyped-call]
+    view: Tensor = x.unflatten(dim, (-1, inner))
     return view

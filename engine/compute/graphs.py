@@ -75,7 +75,7 @@ class CudaGraphs:
 
     def record(self, shape: Shape, step: Step) -> None:
         """Runs the step on a side stream first: libraries set themselves up lazily, which must not be captured."""
-        side = torch.cuda.Stream(self._device)  # type: ignore[no-untyped-call]
+        side = torch.cuda.Stream(self._device)
         side.wait_stream(torch.cuda.current_stream(self._device))
         with torch.cuda.stream(side):
             for _ in range(self._warmups):

@@ -40,17 +40,20 @@ class RowState:
         self._trash = trash_block
 
     def apply(self, plan: Plan, follower: RowOwner) -> None:
-        """The row operations of a plan, in the plan's order."""
+        """The row operations of a plan, in the plan's order: the tables first, which cannot fail, then ``follower``."""
         for row in plan.vacated:
             self._clear(row)
-            follower.vacate(row)
         for grow in plan.grown:
             self._grow(grow)
         for move in plan.moves:
             self._move(move)
-            follower.move(move)
         for seat in plan.seated:
             self._seat(seat)
+        for row in plan.vacated:
+            follower.vacate(row)
+        for move in plan.moves:
+            follower.move(move)
+        for seat in plan.seated:
             follower.seat(seat)
 
     def view(self) -> tuple[RowView, ...]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -104,7 +104,7 @@ class Driver:
         self._iteration += 1
         return list(self.runner.execute(Plan(self._iteration, **parts)))
 
-    def start(self, prompts: dict[int, Sequence[int]], chunk: int = 10**6) -> None:
+    def start(self, prompts: Mapping[int, Sequence[int]], chunk: int = 10**6) -> None:
         """Seats and prefills prompts, by row, in chunks of at most ``chunk`` tokens; all rows advance together."""
         seats = []
         for row, prompt in prompts.items():

@@ -10,12 +10,15 @@ from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import attrs
+import numpy as np
 import pytest
+import torch
 from torch import Tensor
 
 from engine.compute.linear import Linear
-from engine.compute.weights import Weights
+from engine.compute.weights import Weights, load_weights
 from engine.control.plan import Eager, Move, Plan, Replay
+from engine.loading.synthetic import synthetic_model
 from tests.compute.driver import MODELS, Driver, differences, shared_weights, solo, text
 
 PROMPT, TOTAL = 61, 68  # decoding crosses the first tile's end
@@ -145,6 +148,23 @@ def test_long_prefill_is_cut() -> None:
     assert len(whole.spy.logits) == 3
 
 
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_narrow_types(dtype: torch.dtype) -> None:
+    """What a GPU computes in, run here: close to fp32, replay equal to eager. Attention and norms are fp32 in any type."""
+    with torch.inference_mode():
+        weights = load_weights(synthetic_model(), torch.device("cpu"), dtype)
+    requests = requests_for(3)
+    seen = []
+    for launch in (None, Replay(4, 40, 1)):
+        driver = Driver(weights, rows=4, captures=((4, 40),), poison=float("nan"))
+        run(driver, requests, launch)
+        seen.append(driver.spy.logits)
+    assert seen[0] == seen[1]
+    for (row, position), logits in seen[0].items():
+        exact = np.frombuffer(solo("llama", *requests[row])[position], np.float32)
+        assert np.abs(np.frombuffer(logits, np.float32) - exact).max() < (0.5 if dtype == torch.bfloat16 else 0.1)
+
+
 def test_another_thread() -> None:
     """A server computes on a thread of its own; torch sets up the number of its workers by thread."""
     driver, requests = Driver(shared_weights("llama"), rows=2), requests_for(2)
@@ -186,14 +206,14 @@ def test_the_poison_test_can_fail() -> None:
     assert differences(driver, "llama", requests) != []
 
 
-def test_failed_step_leaves_row_operations() -> None:
+def test_failed_step_leaves_row_operations(monkeypatch: pytest.MonkeyPatch) -> None:
     driver = Driver(shared_weights("llama"), rows=2)
     driver.start({0: text(0, 5)})
 
     def fail(*arguments: Any) -> Any:
         raise RuntimeError("out of luck")
 
-    driver.spy.sample = fail  # type: ignore[method-assign]
+    monkeypatch.setattr(driver.spy, "sample", fail)
     with pytest.raises(RuntimeError, match="out of luck"):
         driver.start({1: text(1, 9)})
     assert [(view.row, view.table) for view in driver.runner.rows_state()] == [(0, (0, 1)), (1, (2, 3, 4))]

@@ -151,7 +151,7 @@ def test_more_rows_than_the_shape() -> None:
     inputs = StaticInputs(2, 4, Driver(shared_weights("llama"), rows=1).runner.pool, torch.device("cpu"))
     three = np.zeros(3, dtype=np.int64)
     with pytest.raises(ValueError, match="tokens has 3 rows, but the step has 2"):
-        inputs.fill({"tokens": three, "positions": three, "slots": three, "tables": np.zeros((3, 4))}, 2, 4)
+        inputs.fill({"tokens": three, "positions": three, "slots": three, "tables": np.zeros((3, 4), np.int64)}, 2, 4)
 
 
 def test_padding_lengths_agree() -> None:

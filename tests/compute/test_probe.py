@@ -74,6 +74,17 @@ def test_place_in_the_batch_matters() -> None:
         _probe_without_single_rows(product)
 
 
+def test_places_that_mirror_each_other() -> None:
+    """The outer rows are computed in another way than the inner ones: turning the batch around would not show it."""
+
+    def product(x: Tensor) -> Tensor:
+        rows = torch.arange(len(x))
+        outer = torch.minimum(rows, rows.flip(0)) < len(x) // 4
+        return x + outer[:, None] * 2**-20
+
+    assert probe("x", product, INPUTS).rungs == (1, 2)
+
+
 def test_neighbours_leak() -> None:
     def product(x: Tensor) -> Tensor:
         return x + x.sum(0, keepdim=True) * 2**-20

@@ -70,7 +70,7 @@ def reference(folders: Any) -> Any:
     def load(case: str) -> tuple[Any, torch.Tensor]:
         model = AutoModelForCausalLM.from_pretrained(
             folders(case), dtype=torch.float32, attn_implementation="eager"
-        ).eval()
+        ).train(False)
         ids = torch.tensor([text(7, LENGTH)])
         with torch.inference_mode():
             return model, model(ids, attention_mask=torch.ones_like(ids)).logits[0]

@@ -25,9 +25,11 @@ from engine.build import settle
 from engine.compute.runner import ModelRunner
 from engine.compute.weights import Weights
 from engine.config import EngineConfig
+from engine.control.plan import Plan, Sampled
 from engine.engine import Engine
 from engine.loading.model import LoadedModel
 from server.app import create_app
+from server.bridge import Bridge
 from server.settings import ServerSettings
 from server.sockets import bind
 
@@ -67,7 +69,9 @@ class Said:
 Answer = tuple[Said, ...]  # one for each choice
 
 
-def crowd(count: int, *, prompts: tuple[int, int], tokens: tuple[int, int], ids: tuple[int, int], n: int = 2) -> list[Ask]:
+def crowd(
+    count: int, *, prompts: tuple[int, int], tokens: tuple[int, int], ids: tuple[int, int], n: int = 2
+) -> list[Ask]:
     """``count`` requests, half of them greedy, every sampling parameter in some of them. ``prompts``, ``tokens``: shortest
     and longest prompt and answer; ``ids``: prompts are drawn from this range; ``n``: choices of those that want several.
 
@@ -132,6 +136,25 @@ class Served:
 
     url: str
     engine: Engine
+    bridge: Bridge
+
+    @contextmanager
+    def held_until(self, requests: int) -> Iterator[None]:
+        """The first step waits until ``requests`` HTTP requests are open, so that a busy machine cannot thin out the crowd."""
+        runner: Any = self.engine.runner
+        real = runner.execute
+
+        def execute(plan: Plan) -> Sequence[Sampled]:
+            deadline = time.monotonic() + PATIENCE
+            while self.bridge.num_open < requests and time.monotonic() < deadline:
+                time.sleep(0.001)
+            runner.execute = real
+            result: Sequence[Sampled] = real(plan)
+            return result
+
+        runner.execute = execute
+        yield
+        assert runner.execute is real
 
     def metrics(self) -> dict[str, float]:
         """Sums over labels by name, without the prefix; blocks and rows as ``blocks_used`` and so on."""
@@ -171,7 +194,7 @@ def serving(engine: Engine) -> Iterator[Served]:
         while not (server.started and bridge.refusal() is None):
             assert time.monotonic() < deadline, "the server did not start"
             time.sleep(0.005)
-        yield Served(f"http://127.0.0.1:{sock.getsockname()[1]}", engine)
+        yield Served(f"http://127.0.0.1:{sock.getsockname()[1]}", engine, bridge)
     finally:
         server.should_exit = True
         thread.join(30)
@@ -184,7 +207,7 @@ def serving(engine: Engine) -> Iterator[Served]:
 def ask(url: str, what: Ask, stream: bool) -> Answer:
     """One client with a connection of its own."""
     with (
-        httpx2.Client(timeout=PATIENCE, trust_env=False, verify=False) as client,  # noqa: S501 - plain HTTP on loopback
+        httpx2.Client(timeout=PATIENCE, trust_env=False, verify=False) as client,
         client.stream("POST", f"{url}/generate", json=what.body(stream)) as response,
     ):
         if response.status_code != 200 or not stream:
@@ -229,8 +252,9 @@ def alone(url: str, asks: Sequence[Ask]) -> list[Answer]:
     return [ask(url, one, False) for one in asks]
 
 
-def together(url: str, asks: Sequence[Ask], order: Sequence[int]) -> list[Answer]:
-    """All at once: a thread and a connection for each, released in ``order`` a millisecond apart. Answers by index."""
+def together(served: Served, asks: Sequence[Ask], order: Sequence[int]) -> list[Answer]:
+    """All at once: a thread and a connection for each, released in ``order`` a millisecond apart, and no answer begins
+    before all have asked. Answers by index."""
     answers: dict[int, Answer | BaseException] = {}
     gate = threading.Barrier(len(asks), timeout=PATIENCE)
 
@@ -238,15 +262,16 @@ def together(url: str, asks: Sequence[Ask], order: Sequence[int]) -> list[Answer
         try:
             gate.wait()
             time.sleep(place * 0.001)
-            answers[index] = ask(url, asks[index], asks[index].stream)
+            answers[index] = ask(served.url, asks[index], asks[index].stream)
         except BaseException as error:  # noqa: BLE001 - raised again below, in the test's own thread
             answers[index] = error
 
     threads = [threading.Thread(target=client, args=pair) for pair in enumerate(order)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
+    with served.held_until(len(asks)):
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
     results: list[Answer] = []
     for index in range(len(asks)):
         answer = answers[index]

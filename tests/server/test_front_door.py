@@ -65,8 +65,9 @@ def test_body_that_does_not_fit(client: TestClient) -> None:
     big = b" " * 5001
     headers = {"content-type": "application/json"}
     assert_error(client.post(COMPLETIONS, content=big, headers=headers), 413)
-    chunks = iter([b" " * 2000] * 3)
-    assert_error(client.post(COMPLETIONS, content=chunks, headers=headers), 413)
+    for count in (3, 100):  # read to its end, and not
+        chunks = iter([b" " * 2000] * count)
+        assert_error(client.post(COMPLETIONS, content=chunks, headers=headers), 413)
     assert client.post(COMPLETIONS, json=BODY).status_code == 200
 
 
@@ -113,6 +114,16 @@ def test_neither_key_nor_prompt_is_told_to_anybody(capsys: pytest.CaptureFixture
     assert KEY not in printed.out + printed.err
     assert "SENTINEL-prompt" not in printed.out + printed.err
     assert "field=SENTINEL" in printed.out + printed.err  # the capture sees the log at all
+
+
+def test_a_stranger_cannot_write_into_the_log(client: TestClient) -> None:
+    with structlog.testing.capture_logs() as logs:
+        client.get("/a%0Ab%1B[31mc")
+        client.post(COMPLETIONS, json=BODY | {"x\ny\x1b[31m": 1})
+    texts = [str(value) for entry in logs for value in entry.values()]
+    assert "x\\ny\\x1b[31m" in texts
+    assert "/a\\nb\\x1b[31mc" in texts
+    assert all(text.isprintable() for text in texts)
 
 
 def test_what_nobody_foresaw_is_an_error_object_too(client: TestClient, monkeypatch: pytest.MonkeyPatch) -> None:
