@@ -108,7 +108,6 @@ def settle(config: EngineConfig, model: LoadedModel, device: str, dtype: torch.d
         watermark=watermark,
         max_waiting=config.max_waiting,
         persistent_batch=config.persistent_batch,
-        prefix_cache=config.enable_prefix_caching,
         captures=captures,
     )
 

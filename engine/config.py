@@ -27,8 +27,6 @@ class EngineConfig:
     ``model``: a folder, a .gguf file or a hub id; ``None`` is the small model that is installed beside the engine.
     ``watermark``: blocks that admission leaves free for the growth of running requests (rule 8); ``None`` is 1 % of the pool.
     ``capture_rows`` x ``capture_widths`` (rows x blocks) are the recorded shapes; ``None`` covers every decode step.
-    ``enable_prefix_caching``: K/V of full blocks is kept after its request ended and taken over by requests that begin with
-    the same tokens (rule 11); answers are the same bytes either way.
     ``seed``: makes the seeds of requests that bring none a function of their arrival number; ``None`` draws them.
     """
 
@@ -46,7 +44,6 @@ class EngineConfig:
     capture_rows: tuple[int, ...] | None = None
     capture_widths: tuple[int, ...] | None = None
     persistent_batch: bool = True
-    enable_prefix_caching: bool = True
     threads: int | None = None
     seed: int | None = None
 

@@ -128,10 +128,8 @@ class Engine:
         *,
         priority: int = 0,
         texts: Sequence[StopText] = (),
-        salt: str | None = None,
     ) -> Submitted:
         """Queues ``params.n`` requests. ``texts``: one per choice when there are stop strings, fed in commit (rule 13).
-        Requests with different ``salt`` never share cached blocks, so that none can tell what another's prompt was (rule 11).
 
         Raises ``InvalidRequest`` for token ids outside the vocabulary in ``params`` and ``Rejected`` for the door's no.
         """
@@ -153,7 +151,6 @@ class Engine:
             min_tokens=params.min_tokens,
             texts=tuple(texts),
             payloads=tuple(SamplingSpec(params, seed, masked) for seed in seeds),
-            salt=salt,
         )
         try:
             return Submitted(self.scheduler.submit(submission, params.n), seeds)

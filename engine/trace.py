@@ -69,8 +69,6 @@ class Shape:
                 _number(value, f"shape.{name}", 1)
             if list(listed) != sorted(set(listed)):
                 raise FormatError(f"shape.{name} is {list(listed)}, but must be ascending without repetition")
-        if self.prefix_cache:
-            raise FormatError("shape.prefix_cache is true, but the engine has no prefix cache: only false is allowed")
 
     @property
     def captures(self) -> tuple[tuple[int, int], ...]:

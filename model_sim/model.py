@@ -1,17 +1,19 @@
 """The rules of SPEC.md as a program; numbers in comments are its clauses.
 
-One collection is kept: the live requests. Queue, batch, free rows and blank blocks are derived from it on each look,
-so nothing can leak, be lost or go stale; speed is no aim.
+Two things are kept: the live requests, and what published blocks hold. Queue, batch, free rows, and which blocks are
+blank, cached or shared are derived on each look, so nothing can leak, be lost or go stale; speed is no aim.
 """
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from typing import Any
 
 Launch = tuple[str, int, int, int] | tuple[str, str] | None
 Chunk = tuple["Request", int, int]  # request, first position, count
+Content = tuple[str | None, tuple[int, ...]]  # 11.2: salt, tokens from position 0 to the end of the block
 
 
 class Refused(Exception):
@@ -33,11 +35,17 @@ class Request:
     stop_ids: frozenset[int]
     min_tokens: int
     tokens: list[int]
+    salt: str | None = None
+    takes_hits: bool = True
     table: list[int] = field(default_factory=list)
     row: int | None = None
     computed: int = 0
     decoding: bool = False  # has sampled since its admission; not derivable: one missing token may be either phase
     finished: str | None = None
+
+    @property
+    def rank(self) -> tuple[int, int]:
+        return self.priority, self.number  # 2.1
 
     @property
     def generated(self) -> int:
@@ -65,6 +73,7 @@ class Model:
     watermark: int = 0
     max_waiting: int = 1024
     persistent_batch: bool = True
+    prefix_cache: bool = False
     captures: Iterable[tuple[int, int]] = ()  # (rows, width) of each recorded graph
 
     def __post_init__(self) -> None:
@@ -80,14 +89,16 @@ class Model:
         self._iterations = 0
         # 10.1, 10.2: a stack orders its content by the time of each item's last push, and taking the top changes nobody
         # else's place. So the time of each block's last push is all that has to be remembered; whether a block is blank
-        # is read off the tables. Before any push, block 0 counts as the latest.
+        # is read off the tables. Before any push, block 0 counts as the latest. 10.4 reads the same times from the
+        # other end. The time of a release after which the block is still shared is overwritten before it is read.
         self._pushed_at = {block: -block for block in range(self.blocks)}
         self._pushes = 0
+        self._content: dict[int, Content] = {}  # of published blocks; not derivable, since it outlives its owners
 
     # -- what is derived ---------------------------------------------------------------------------------------------
 
     def _ordered(self) -> list[Request]:
-        return sorted(self._live.values(), key=lambda r: (r.priority, r.number))  # 2.1
+        return sorted(self._live.values(), key=lambda r: r.rank)
 
     def _waiting(self) -> list[Request]:
         return [r for r in self._ordered() if r.row is None]  # 2.2
@@ -101,9 +112,42 @@ class Model:
     def _free_rows(self) -> list[int]:
         return sorted(set(range(self.rows)) - {r.row for r in self._running() if r.row is not None})
 
+    def _references(self) -> Counter[int]:
+        return Counter(block for r in self._live.values() for block in r.table)
+
+    def _freed(self) -> list[int]:
+        return sorted(set(range(self.blocks)) - self._references().keys(), key=self._pushed_at.__getitem__)
+
     def _blank(self) -> list[int]:
-        held = {block for r in self._live.values() for block in r.table}
-        return sorted(set(range(self.blocks)) - held, key=self._pushed_at.__getitem__, reverse=True)
+        return [block for block in reversed(self._freed()) if block not in self._content]  # 10.1
+
+    def _cached(self) -> list[int]:
+        return [block for block in self._freed() if block in self._content]  # 10.4
+
+    def _free(self) -> list[int]:
+        return self._blank() + self._cached()  # 10.4
+
+    def _content_of(self, request: Request, i: int) -> Content:
+        return request.salt, tuple(request.tokens[: (i + 1) * self.block_size])  # 11.2
+
+    def _filled(self, plan: Iterable[Chunk]) -> list[tuple[int, Content]]:
+        """The blocks that a plan makes full and their contents, in the order of 11.3."""
+        return [
+            (request.table[i], self._content_of(request, i))
+            for request, at, count in sorted(plan if self.prefix_cache else (), key=lambda work: work[0].rank)  # 11.1
+            for i in range(at // self.block_size, (at + count) // self.block_size)
+        ]
+
+    def _hits(self, request: Request) -> tuple[list[int], Content | None]:
+        """What a waiting request finds published (11.6), and the content that it misses next, if it may have more."""
+        holder = {content: block for block, content in self._content.items()}  # 11.4: no content twice
+        hits: list[int] = []
+        for i in range((len(request.tokens) - 1) // self.block_size if request.takes_hits else 0):  # 11.7
+            wanted = self._content_of(request, i)
+            if wanted not in holder:
+                return hits, wanted
+            hits.append(holder[wanted])
+        return hits, None
 
     def _blocks_for(self, tokens: int) -> int:
         return -(-tokens // self.block_size)
@@ -116,7 +160,7 @@ class Model:
     def state(self) -> dict[str, Any]:
         """What holds now; the observation point is after a step."""
         running = self._running()
-        return {
+        state: dict[str, Any] = {
             "waiting": [r.number for r in self._waiting()],
             "running": [r.number for r in running],
             "tables": {r.number: tuple(r.table) for r in running},
@@ -126,6 +170,13 @@ class Model:
             "status": {r.number: r.status for r in self._ordered()},
             "blank": self._blank(),
         }
+        if self.prefix_cache:  # 11.1
+            state |= {
+                "cached": self._cached(),
+                "published": dict(self._content),
+                "references": dict(self._references()),
+            }
+        return state
 
     # -- events ------------------------------------------------------------------------------------------------------
 
@@ -138,6 +189,8 @@ class Model:
         stop_ids: frozenset[int] = frozenset(),
         min_tokens: int = 0,
         n: int = 1,
+        salt: str | None = None,
+        takes_hits: bool = True,
     ) -> list[int]:
         """Queue n choices of one request and return their numbers; raises Refused (1.2)."""
         if n < 1:
@@ -161,7 +214,8 @@ class Model:
             if refused:
                 raise Refused(reason, detail)
         for i in numbers:
-            self._live[i] = Request(i, priority, len(prompt), limit, stop_ids, min_tokens, list(prompt))
+            tokens = list(prompt)
+            self._live[i] = Request(i, priority, len(prompt), limit, stop_ids, min_tokens, tokens, salt, takes_hits)
         return numbers
 
     def abort(self, request: int) -> None:
@@ -177,12 +231,14 @@ class Model:
         self._aborts.clear()
         for request in aborted:
             request.finished = "abort"
+        content_before = set(self._content)
         reaped = self._reap()
         grown, preempted = self._grow()
         moves = self._compact() if self.persistent_batch else []  # 7.1
         decodes = sorted(self._decoding(), key=lambda r: r.row or 0)  # 9.7
         chunks, admitted = self._admit(self.budget - len(decodes))  # 9.2
-        error = fails and bool(chunks or decodes)  # 3.4
+        plan = chunks + [(r, len(r.tokens) - 1, 1) for r in decodes]
+        error = fails and bool(plan)  # 3.4
         seen: dict[str, Any] = {  # everything up to launch is the plan, so it is read before commit changes the counts
             "iteration": self._iterations,
             "aborted": [r.number for r in aborted],
@@ -196,11 +252,17 @@ class Model:
             "launch": self._launch(decodes),
             "error": error,
         }
-        seen["sampled"] = [] if error else self._commit(chunks, decodes, next_token)
-        planned = [r for r, _, _ in chunks] + decodes  # 3.7
-        for request in planned if error else []:
+        published, seen["sampled"] = ([], []) if error else self._commit(plan, next_token)
+        for request, _, _ in plan if error else []:
             request.finished = "error"
-        seen["finished"] = [(r.number, r.finished) for r in planned if r.finished]
+        seen["finished"] = [(r.number, r.finished) for r, _, _ in plan if r.finished]  # 3.7
+        if self.prefix_cache:  # 11.1
+            first = {r.number: at for r, at, _ in chunks}
+            seen["hits"] = [(number, first[number] // self.block_size) for number, _, _ in admitted]  # 8.5
+            taken = [block for _, block in grown]  # 8.5
+            taken += [block for number, _, table in admitted for block in table[first[number] // self.block_size :]]
+            seen["evicted"] = [block for block in taken if block in content_before]  # 10.5
+            seen["published"] = published
         self._iterations += 1
         return seen
 
@@ -210,6 +272,10 @@ class Model:
             self._pushed_at[block] = self._pushes
         request.table.clear()
         request.row = None
+
+    def _take(self, request: Request) -> None:
+        request.table.append(self._free()[0])
+        self._content.pop(request.table[-1], None)  # 10.5
 
     def _reap(self) -> list[int]:
         gone = [r for r in self._ordered() if r.finished]
@@ -225,13 +291,13 @@ class Model:
         for request in self._running():  # 6.1
             if request.row is None or len(request.table) >= self._blocks_for(len(request.tokens)):  # 5.1
                 continue
-            while request.row is not None and not self._blank():
+            while request.row is not None and not self._free():
                 victim = self._running()[-1]  # 6.2
                 self._release(victim)  # 6.3
                 victim.computed, victim.decoding = 0, False
                 preempted.append(victim.number)
             if request.row is not None:
-                request.table.append(self._blank()[0])
+                self._take(request)
                 grown.append((request.number, request.table[-1]))
         return grown, preempted
 
@@ -247,21 +313,33 @@ class Model:
                 holder[hole].row = stray  # 7.4
         return moves
 
+    def _fits(self, need: int, hits: list[int]) -> bool:
+        free = self._free()
+        unowned = len(set(hits) & set(free))
+        reserve = self.watermark if need <= self.blocks - self.watermark else 0  # 8.3
+        return need - len(hits) + unowned <= len(free) - reserve  # 8.2
+
     def _admit(self, left: int) -> tuple[list[Chunk], list[tuple[int, int, tuple[int, ...]]]]:
         chunks: list[Chunk] = []
         admitted: list[tuple[int, int, tuple[int, ...]]] = []
         for request in [r for r in self._running() if not r.decoding]:  # 9.2
             chunks.append((request, request.computed, min(left, len(request.tokens) - request.computed)))
             left -= chunks[-1][2]
+        decodes = [(r, len(r.tokens) - 1, 1) for r in self._decoding()]  # 9.7
         while self._waiting() and self._free_rows() and left > 0:  # 8.1
-            head, blank = self._waiting()[0], self._blank()
-            need = self._blocks_for(len(head.tokens))  # 8.2
-            reserve = self.watermark if need <= self.blocks - self.watermark else 0  # 8.3
-            if need > len(blank) - reserve:
+            head = self._waiting()[0]
+            hits, missed = self._hits(head)
+            if missed in [content for _, content in self._filled(chunks + decodes)]:
+                break  # 8.7
+            need = self._blocks_for(len(head.tokens))
+            if not self._fits(need, hits):
                 break  # 8.4
-            head.table, head.row = blank[:need], self._free_rows()[0]  # 8.5
+            head.table = list(hits)  # 8.5
+            while len(head.table) < need:
+                self._take(head)
+            head.row, head.computed = self._free_rows()[0], len(hits) * self.block_size
             admitted.append((head.number, head.row, tuple(head.table)))
-            chunks.append((head, 0, min(left, len(head.tokens))))  # 8.6
+            chunks.append((head, head.computed, min(left, len(head.tokens) - head.computed)))  # 8.6
             left -= chunks[-1][2]
         return chunks, admitted
 
@@ -276,12 +354,13 @@ class Model:
         return ("replay", *fits[0], fits[0][0] - d) if fits else ("eager", "uncaptured")  # 12.3, 12.4
 
     def _commit(
-        self, chunks: list[Chunk], decodes: list[Request], next_token: Callable[[int, int], int]
-    ) -> list[tuple[int, int]]:
-        for request, _, count in [*chunks, *((r, 0, 1) for r in decodes)]:
+        self, plan: list[Chunk], next_token: Callable[[int, int], int]
+    ) -> tuple[list[tuple[int, Content]], list[tuple[int, int]]]:
+        for request, _, count in plan:
             request.computed += count
+        published = self._publish(plan)
         sampled: list[tuple[int, int]] = []
-        for r in [c[0] for c in chunks] + decodes:  # 9.6
+        for r, _, _ in plan:  # 9.6
             if r.computed < len(r.tokens):
                 continue  # 9.5
             token = next_token(r.number, r.generated)  # 14.1
@@ -292,4 +371,12 @@ class Model:
                 r.finished = "stop"
             elif r.generated == r.max_tokens:  # 13.3
                 r.finished = "length"
-        return sampled
+        return published, sampled
+
+    def _publish(self, plan: list[Chunk]) -> list[tuple[int, Content]]:
+        published: list[tuple[int, Content]] = []
+        for block, content in self._filled(plan):
+            if content not in self._content.values():  # 11.4
+                self._content[block] = content
+                published.append((block, content))
+        return published

@@ -77,6 +77,29 @@ def ledger(record: StepRecord, mine: Ledger, step: Step, after: State) -> tuple[
     )
 
 
+def cache(
+    record: StepRecord, contents: Mapping[int, object], mine: Ledger, step: Step, after: State
+) -> tuple[Fact, ...]:
+    """Rule 11: who took how many hits, what is published where, and what would be evicted first. ``contents`` is the
+    engine's published blocks, each named by what it holds."""
+    starts = {chunk.request: chunk.start for chunk in record.plan.chunks}
+    return differing(
+        [
+            (
+                "hits",
+                [(seat.request, starts.get(seat.request)) for seat in record.plan.seated],
+                [
+                    (request, at)
+                    for request, _, at, *_ in step["chunks"]
+                    if request in {r for r, *_ in step["admitted"]}
+                ],
+            ),
+            ("cached", mine.cached, tuple(after.get("cached", ()))),
+            ("published", dict(sorted(contents.items())), dict(sorted(after.get("published", {}).items()))),
+        ]
+    )
+
+
 def _held(tables: Mapping[int, tuple[int, ...]]) -> dict[int, tuple[int, ...]]:
     """A request that holds nothing may have an empty table or none: the same fact."""
     return {request: table for request, table in tables.items() if table}

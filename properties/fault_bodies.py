@@ -8,7 +8,6 @@ from typing import Any
 import attrs
 
 from engine.control.blocks import BlockPool
-from engine.control.request import Request
 from engine.control.scheduler import Scheduler
 
 
@@ -31,17 +30,6 @@ def loses_the_first_of_the_third(release: Callable[..., None]) -> Any:
         nonlocal count
         count += 1
         release(pool, table[1:] if count == 3 else table)
-
-    return faulty
-
-
-def skips_a_blocked_head(fits: Callable[..., bool]) -> Any:
-    def faulty(scheduler: Scheduler, request: Request) -> bool:
-        for at, candidate in enumerate(scheduler.waiting):
-            if fits(scheduler, candidate):
-                scheduler.waiting.insert(0, scheduler.waiting.pop(at))
-                return True
-        return False
 
     return faulty
 

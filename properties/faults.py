@@ -12,7 +12,7 @@ from contextlib import contextmanager
 from unittest.mock import patch
 
 import engine.engine as facade
-from engine.control import scheduler
+from engine.control import prefix, scheduler
 from engine.control.blocks import BlockPool
 from engine.control.limits import Limits
 from engine.control.request import Request
@@ -86,7 +86,7 @@ _FAULTS = (
         "A10",
         "the watermark is compared with < instead of <=",
         ("decisions",),
-        line(Scheduler, "_fits", "need <= self.pool", "need < self.pool"),
+        line(Scheduler, "_fits", "unowned <= self.pool", "unowned < self.pool"),
     ),
     Fault(
         "A12",
@@ -99,7 +99,7 @@ _FAULTS = (
         "S01",
         "a row is enough to be admitted, blocks or not",
         ("raises",),
-        instead(Scheduler, "_fits", lambda _: lambda scheduler, request: True),
+        instead(Scheduler, "_fits", lambda _: lambda scheduler, request, hits: True),
     ),
     Fault(
         "S02",
@@ -111,7 +111,12 @@ _FAULTS = (
         "S03",
         "a head that does not fit is overtaken",
         ("decisions", "ledger"),
-        instead(Scheduler, "_fits", fault_bodies.skips_a_blocked_head),
+        line(
+            Scheduler,
+            "_admit",
+            "request = self.waiting[0]",
+            "request = next((r for r in self.waiting if self._fits(r, self._hits(r))), self.waiting[0])",
+        ),
     ),
     Fault(
         "S05",
@@ -303,7 +308,74 @@ _FAULTS = (
         "M03",
         "a resumed request is recomputed from its prompt alone",
         ("tokens",),
-        line(Scheduler, "_admit", "tuple(request.tokens)", "tuple(request.tokens[: request.prompt_len])"),
+        line(Scheduler, "_seat", "tuple(request.tokens)", "tuple(request.tokens[: request.prompt_len])"),
+    ),
+    # The prefix cache
+    Fault(
+        "C01",
+        "the hash of a block leaves out its parent",
+        ("ledger",),
+        line(prefix, "block_key", "blake2b(parent + text", "blake2b(text"),
+    ),
+    Fault(
+        "C02",
+        "the salt is ignored",
+        ("decisions", "ledger"),
+        line(Scheduler, "_chain", "root(submission.salt)", "root(None)"),
+    ),
+    Fault(
+        "C04",
+        "a block counts as full when it is begun",
+        ("ledger", "audit"),
+        line(Scheduler, "_full_keys", "computed // self.limits.block_size", "-(-computed // self.limits.block_size)"),
+    ),
+    Fault(
+        "C05",
+        "a prompt may be a hit to its last token",
+        ("decisions",),
+        line(Scheduler, "_eligible", "(request.num_tokens - 1)", "request.num_tokens"),
+    ),
+    Fault(
+        "C06",
+        "hits are not referenced",
+        ("audit", "ledger"),
+        line(BlockPool, "share", "self.references[block] += 1", "pass"),
+    ),
+    Fault(
+        "C07",
+        "hits that nobody owns are not charged against the free blocks",
+        ("raises",),
+        line(Scheduler, "_fits", "- len(hits) + unowned", "- len(hits)"),
+    ),
+    Fault(
+        "C08",
+        "the block that was freed last is evicted first",
+        ("ledger",),
+        line(BlockPool, "take", "next(iter(self._cached))", "next(reversed(self._cached))"),
+    ),
+    Fault(
+        "C09",
+        "the watermark is waived by what is left after hits",
+        ("decisions",),
+        line(Scheduler, "_fits", "if need >", "if need - len(hits) >"),
+    ),
+    Fault(
+        "C10",
+        "nobody waits for a block that is about to be published",
+        ("decisions",),
+        line(Scheduler, "_admit", "in coming", "in ()"),
+    ),
+    Fault(
+        "C11",
+        "an evicted block can still be found",
+        ("raises",),
+        line(BlockPool, "take", "del self._index[self._published.pop(block).digest]", "self._published.pop(block)"),
+    ),
+    Fault(
+        "C12",
+        "cached blocks are no free blocks, so requests are preempted for want of them",
+        ("decisions",),
+        line(BlockPool, "num_free", "len(self._blank) + len(self._cached)", "len(self._blank)"),
     ),
     # What people are told
     Fault(

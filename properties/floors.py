@@ -22,7 +22,7 @@ FLOORS: Mapping[str, float] = {
     "preempted": 0.12,
     "preempted twice": 0.02,
     "preempted while prefilling": 0.02,
-    "self-preempted": 0.075,
+    "self-preempted": 0.04,
     "resumed": 0.12,
     "aborted while waiting": 0.06,
     "aborted while prefilling": 0.01,
@@ -32,8 +32,8 @@ FLOORS: Mapping[str, float] = {
     "chunked": 0.2,
     "mixed step": 0.2,
     "budget exhausted": 0.14,
-    "pool exhausted": 0.18,
-    "watermark delayed": 0.075,
+    "pool exhausted": 0.1,
+    "watermark delayed": 0.045,
     "watermark waived": 0.03,
     "overtook by priority": 0.14,
     "row reused": 0.38,
@@ -44,6 +44,12 @@ FLOORS: Mapping[str, float] = {
     "scattered": 0.06,
     "uncaptured": 0.17,
     "failed step": 0.06,
+    "prefix hit": 0.15,
+    "shared": 0.1,
+    "evicted": 0.15,
+    "resumed on own blocks": 0.055,
+    "readmitted at once": 0.009,
+    "head held back with the cache on": 0.13,
     "finished: stop": 0.2,
     "finished: length": 0.42,
     "refused: empty_prompt": 0.065,
@@ -87,11 +93,20 @@ class Occurrences:
         self._admissions(step, before, after)
         self._rows(step, before)
         self._launch(step["launch"])
+        self._cache(step, after)
         self._seen["chunked"] += sum(not samples for *_, samples in step["chunks"])
         self._seen["mixed step"] += bool(step["chunks"] and step["decodes"])
         self._seen["failed step"] += bool(step["error"] and step["finished"])
         for _, reason in step["finished"]:
             self._seen[f"finished: {reason}"] += 1
+
+    def _cache(self, step: Mapping[str, Any], after: Mapping[str, Any]) -> None:
+        taken = {request: hits for request, hits in step.get("hits", ()) if hits}
+        self._seen["prefix hit"] += len(taken)
+        self._seen["resumed on own blocks"] += sum(self._preempted[request] > 0 for request in taken)
+        self._seen["evicted"] += len(step.get("evicted", ()))
+        self._seen["shared"] += any(times > 1 for times in after.get("references", {}).values())
+        self._seen["readmitted at once"] += len(set(step["preempted"]) & {request for request, *_ in step["admitted"]})
 
     def _preemptions(self, step: Mapping[str, Any], before: Mapping[str, Any]) -> None:
         victims = step["preempted"]
@@ -100,7 +115,7 @@ class Occurrences:
             self._seen["preempted"] += 1
             self._seen["preempted twice"] += self._preempted[request] == 2
             self._seen["preempted while prefilling"] += before["status"][request] == "prefilling"
-        if victims:
+        if victims and not self.shape.prefix_cache:
             # A victim that was preempted for another lost a block to it; one that asked itself did not.
             tables = before["tables"]
             freed = sum(len(tables.get(request, ())) for request in (*step["reaped"], *victims[:-1]))
@@ -124,6 +139,9 @@ class Occurrences:
         spent = sum(count for _, _, _, count, _ in step["chunks"]) + len(step["decodes"])
         if spent >= self.shape.budget:
             self._seen["budget exhausted"] += 1
+            return
+        if self.shape.prefix_cache:  # hits and blocks that are about to be published have a say, too
+            self._seen["head held back with the cache on"] += 1
             return
         need = -(-after["num_tokens"][head] // self.shape.block_size)
         self._seen["pool exhausted" if need > len(after["blank"]) else "watermark delayed"] += 1

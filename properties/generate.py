@@ -115,6 +115,7 @@ def _submit(source: Source, swarm: Swarm, wait: int) -> Submit:
         priority=source.pick((0, 0, 1, -1)) if swarm.priorities else 0,
         min_tokens=source.pick((0, 0, 2, 5)) if stop_at is not None else 0,
         n=source.pick((1, 1, 1, 2, 3)) if swarm.choices else 1,
+        salt=source.pick(("", "", "", "s1", "s2")) if swarm.sharing else "",
     )
 
 
@@ -166,6 +167,7 @@ def _shape(source: Source, swarm: Swarm, events: tuple[Event, ...]) -> Shape:
         capture_rows=tuple(source.pick((captured, captured[-1:], captured[1::2], captured[:1], []))),
         capture_widths=tuple(source.pick(([widest + 1], sorted({max(1, widest // 2), widest}), [max(1, widest - 1)]))),
         persistent_batch=source.pick((True, True, False)),
+        prefix_cache=source.pick((False, True)),
         max_waiting=source.pick((64, 64, 2, 4)) if swarm.refusals else 64,
     )
 

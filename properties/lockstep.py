@@ -22,6 +22,7 @@ from engine.control.request import Refusal
 from engine.trace import VOCAB, Shape, Submit, Workload, prompt_tokens
 from model_sim.model import Model, Refused
 from properties import diff, solo
+from properties.cached import Contents
 from properties.checks import ALL, Fact, Finding, finding
 from properties.floors import Occurrences
 from properties.play import Stop, play
@@ -93,6 +94,7 @@ def model_of(shape: Shape) -> Model:
         watermark=shape.watermark,
         max_waiting=shape.max_waiting,
         persistent_batch=shape.persistent_batch,
+        prefix_cache=shape.prefix_cache,
         captures=shape.captures,
     )
 
@@ -117,6 +119,7 @@ class Lockstep:
         self._callers: dict[int, Caller] = {}
         self._over: set[int] = set()  # ended, or asked to
         self._totals = Totals()
+        self._contents = Contents()
         self._occurrences = Occurrences(workload.shape)
         self._state: dict[str, Any] = self._model.state()
 
@@ -157,6 +160,7 @@ class Lockstep:
                 stop_ids=solo.stop_ids(first_id, event),
                 min_tokens=event.min_tokens,
                 n=event.n,
+                salt=event.salt or None,
             )
             settled = event.max_tokens or most_tokens(self._occurrences.shape, event.prompt_len)
             for request in theirs:
@@ -244,7 +248,8 @@ class Lockstep:
         if self._watching("decisions"):
             yield "decisions", diff.decisions(record, step)
         if self._watching("ledger"):
-            yield "ledger", diff.ledger(record, ledger, step, self._state)
+            cache = diff.cache(record, self._contents.name(ledger), ledger, step, self._state)
+            yield "ledger", (*diff.ledger(record, ledger, step, self._state), *cache)
         if self._watching("rows"):
             yield "rows", diff.rows(record, ledger, step, before, self._state)
         if self._watching("replay"):

@@ -116,6 +116,7 @@ class LedgerRung:
             priority=event.priority,
             stop_ids=solo.stop_ids(first_id, event),
             min_tokens=event.min_tokens,
+            salt=event.salt or None,
         )
         return self._engine.scheduler.submit(submission, event.n)  # the door itself, which also judges max_tokens 0
 
@@ -151,5 +152,6 @@ def limits(shape: Shape) -> Limits:
         watermark=shape.watermark,
         max_waiting=shape.max_waiting,
         persistent_batch=shape.persistent_batch,
+        prefix_cache=shape.prefix_cache,
         captures=shape.captures,
     )

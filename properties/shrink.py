@@ -23,6 +23,7 @@ _SIMPLEST: dict[str, Any] = {
     "capture_rows": (),
     "capture_widths": (),
     "persistent_batch": True,
+    "prefix_cache": False,
 }
 
 

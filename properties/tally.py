@@ -77,6 +77,8 @@ class Totals:
         total, plan = self.expected, record.plan
         total.iterations += 1
         total.preemptions += len(record.preempted)
+        seated = {seat.request for seat in plan.seated}
+        total.prefix_hit_tokens += sum(chunk.start for chunk in plan.chunks if chunk.request in seated)
         for request in record.preempted:
             if request in callers:
                 callers[request].preempted += 1

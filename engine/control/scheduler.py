@@ -203,7 +203,7 @@ class Scheduler:
         """Blocks and row go back, tokens stay, progress is lost, the place in the queue is kept (rule 6)."""
         self.running.remove(victim)
         row = self._give_back(victim)
-        victim.computed = victim.published = 0
+        victim.computed = 0
         victim.preemptions += 1
         victim.status = Status.WAITING
         self._enqueue(victim)
@@ -254,7 +254,7 @@ class Scheduler:
             hits = self._hits(request)
             if not self._fits(request, hits) or self._first_miss(request, len(hits)) in coming:
                 break
-            del self.waiting[0]
+            self.waiting.remove(request)
             seated.append(self._seat(request, hits))
             chunk = self._chunk(request, budget)
             work.append(chunk)
@@ -284,12 +284,12 @@ class Scheduler:
 
         A hit that nobody owns is still one of the free blocks until it is taken, hence it is charged like a new one.
         """
-        total = self.limits.blocks_for(request.num_tokens)
+        need = self.limits.blocks_for(request.num_tokens)
         reserve = self.limits.watermark
-        if total > self.limits.num_blocks - reserve:
+        if need > self.limits.num_blocks - reserve:
             reserve = 0
         unowned = sum(self.pool.references[block] == 0 for block in hits)
-        return total - len(hits) + unowned <= self.pool.num_free - reserve
+        return need - len(hits) + unowned <= self.pool.num_free - reserve
 
     # Prefix cache (rule 11) --------------------------------------------------------------------------------------
 

@@ -290,10 +290,10 @@ def test_leaks_are_seen(break_it: Any, monkeypatch: pytest.MonkeyPatch) -> None:
 def test_overtaking_is_seen(monkeypatch: pytest.MonkeyPatch) -> None:
     admit = Scheduler._admit
 
-    def skips(self: Scheduler, budget: int) -> Any:
-        if len(self.waiting) > 1 and not self._fits(self.waiting[0]):
+    def skips(self: Scheduler, budget: int, work: Any) -> Any:
+        if len(self.waiting) > 1 and not self._fits(self.waiting[0], []):
             self.waiting.append(self.waiting.pop(0))
-        return admit(self, budget)
+        return admit(self, budget, work)
 
     monkeypatch.setattr(Scheduler, "_admit", skips)
     with pytest.raises(AssertionError):
@@ -305,10 +305,10 @@ def test_a_stall_is_seen(monkeypatch: pytest.MonkeyPatch) -> None:
     fits = Scheduler._fits
     full: list[bool] = []
 
-    def stubborn(self: Scheduler, request: Any) -> bool:
-        if not fits(self, request):
+    def stubborn(self: Scheduler, request: Any, hits: list[int]) -> bool:
+        if not fits(self, request, hits):
             full.append(True)
-        return not full and fits(self, request)
+        return not full and fits(self, request, hits)
 
     monkeypatch.setattr(Scheduler, "_fits", stubborn)
     with pytest.raises(AssertionError):

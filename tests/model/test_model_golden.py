@@ -2,6 +2,7 @@
 
 The traces in golden/ are never regenerated. A step lists what it does; what is not listed did not happen. Each expected
 line cites the clauses it follows from. The token of a request's k-th sampling is 10 * request + k throughout.
+`published` is the step's, `content` the state's `published`.
 """
 
 from __future__ import annotations
@@ -20,6 +21,7 @@ GOLDEN = sorted((Path(__file__).parent / "golden").glob("*.txt"))
 SPEC = (Path(model_sim.__file__).parent / "SPEC.md").read_text()
 CLAUSES = set(re.findall(r"^- (\d+\.\d+) ", SPEC, re.MULTILINE))
 LISTS = ("aborted", "reaped", "grown", "preempted", "moves", "admitted", "chunks", "decodes", "sampled", "finished")
+CACHE_LISTS = ("hits", "evicted", "published")
 NOTHING: dict[str, Any] = {**{key: [] for key in LISTS}, "launch": None, "error": False}
 
 
@@ -40,8 +42,13 @@ def submit(model: Model, text: str) -> None:
 def check_step(model: Model, seen: dict[str, Any], wanted: dict[str, Any], where: str) -> None:
     """Compare one whole step, and of the state what the trace names."""
     state = model.state()
+    nothing = {**NOTHING, "iteration": seen["iteration"]}
+    if model.prefix_cache:
+        state["content"] = state.pop("published")
+        nothing |= {key: [] for key in CACHE_LISTS}
+        assert "cached" in wanted, f"{where}: every step states the cached blocks"
     assert "blank" in wanted, f"{where}: every step states the blank stack"
-    steps = {**NOTHING, "iteration": seen["iteration"]} | {k: v for k, v in wanted.items() if k not in state}
+    steps = nothing | {k: v for k, v in wanted.items() if k not in state}
     assert seen == steps, where
     named = {k: v for k, v in wanted.items() if k in state}
     assert {k: state[k] for k in named} == named, where
@@ -82,7 +89,7 @@ def test_trace(path: Path) -> None:
 
 
 def test_every_expected_line_cites_clauses_that_exist() -> None:
-    assert len(GOLDEN) == 8
+    assert len(GOLDEN) == 16
     for path in GOLDEN:
         for line in path.read_text().splitlines():
             if line.startswith("  "):
@@ -99,6 +106,10 @@ def test_every_expected_line_cites_clauses_that_exist() -> None:
         ("free_order", "blank [3, 2, 4]", "blank [2, 3, 4]"),
         ("free_order", 'finished [(1, "length")]', "finished []"),
         ("door_abort_error", "-> pool", "-> max_model_len"),
+        ("cache_shared", "hits [(1, 2)]", "hits [(1, 1)]"),
+        ("cache_eviction", "evicted [2, 1]", "evicted [0, 2]"),
+        ("cache_eviction", "cached [3, 2, 0]", "cached [3, 0, 2]"),
+        ("cache_salt", '(2, ("a", (1, 2)))', "(2, (None, (1, 2)))"),
     ],
 )
 def test_a_wrong_trace_is_noticed(name: str, old: str, new: str) -> None:

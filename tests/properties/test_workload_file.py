@@ -104,7 +104,7 @@ def _submitted(**changes: object) -> str:
         (_shaped(budget=1), "shape.budget .* is 1, but must be an integer in 2.."),
         (_shaped(capture_rows=[2, 1]), r"shape.capture_rows is \[2, 1\], but must be ascending"),
         (_shaped(persistent_batch=1), "shape.persistent_batch is 1, but must be true or false"),
-        (_shaped(prefix_cache=True), "shape.prefix_cache is true, but the engine has no prefix cache"),
+        (_shaped(prefix_cache=1), "shape.prefix_cache is 1, but must be true or false"),
         (_submitted(prompt=[["a"]]), r"submit.prompt holds \['a'\], but each piece must be \[stream, length\]"),
         (_submitted(prompt=[["a", -1]]), "submit.prompt length of 'a' is -1"),
         (_submitted(prompt=[["a", 2**20], ["b", 2**20]]), "submit.prompt has 2097152 tokens"),

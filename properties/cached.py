@@ -1,0 +1,39 @@
+"""What the engine's published blocks hold, in the specification's words: (salt, all tokens from position 0 on).
+
+The engine names a block by a hash chained over its parent; the specification knows no hashes. So hashes are translated by
+following the chain: what a parent held was seen when it was published, and is remembered here, since it may be evicted before
+its child. A hash that stands for two contents, as when it leaves out its parent or its salt, is told as such.
+"""
+
+from __future__ import annotations
+
+from engine.control.prefix import BlockKey, root
+from engine.control.record import Ledger
+
+Content = tuple[str | None, tuple[int, ...]]
+SALTS = (None, "s1", "s2")  # those that the workloads use
+
+
+class Contents:
+    def __init__(self) -> None:
+        self._known: dict[bytes, Content] = {root(salt): (salt, ()) for salt in SALTS}
+
+    def name(self, ledger: Ledger) -> dict[int, object]:
+        """Content of every published block; the key itself where its chain leads nowhere."""
+        waiting = dict(ledger.published)
+        named: dict[int, object] = {}
+        while waiting:
+            ready = {block: key for block, key in waiting.items() if key.parent in self._known}
+            if not ready:
+                return named | dict(waiting)
+            for block, key in ready.items():
+                del waiting[block]
+                named[block] = self._learn(key)
+        return named
+
+    def _learn(self, key: BlockKey) -> object:
+        salt, before = self._known[key.parent]
+        content = (salt, (*before, *key.tokens))
+        if self._known.setdefault(key.digest, content) != content:
+            return (key.digest.hex(), content, self._known[key.digest])
+        return content
