@@ -14,7 +14,7 @@ from engine.engine import Engine, Progress
 from engine.loading import load_model
 from engine.loading.model import LoadedModel
 
-CPU_KV_BYTES = 4 * 2**30  # at most: more context than that is better asked for
+CPU_KV_BYTES = 2**30  # unless one sequence of full length needs more: a larger pool is better asked for
 FREE_SHARE = 0.4  # of the memory that is free when the pool is sized
 
 _DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
@@ -128,7 +128,7 @@ def _blocks_that_suit(
     one = -(-max_model_len // config.block_size)
     room = int(_free_bytes(device) * FREE_SHARE)
     if device == "cpu":
-        room = min(room, CPU_KV_BYTES)
+        room = min(room, max(CPU_KV_BYTES, one * per_block))
     blocks = min(one * config.max_num_seqs, room // per_block)
     if blocks < one:
         raise ConfigError(
@@ -147,7 +147,7 @@ def _free_bytes(device: str) -> int:
         for line in meminfo.read_text().splitlines():
             if line.startswith("MemAvailable:"):
                 return int(line.split()[1]) * 1024
-    return 2 * CPU_KV_BYTES
+    return 8 * CPU_KV_BYTES
 
 
 def _capacity(

@@ -7,6 +7,7 @@ told in one sentence.
 from __future__ import annotations
 
 import argparse
+import os
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -42,6 +43,9 @@ def main(arguments: list[str] | None = None) -> int:
         return int(options.run(options))
     except (FormatError, Faded) as error:
         return _refuse(str(error))
+    except BrokenPipeError:  # the reader has left; nothing of what is still buffered may be written at exit
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 141
     except OSError as error:
         return _refuse(f"{error.filename or 'file'}: {error.strerror}")
     except KeyboardInterrupt:

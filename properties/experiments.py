@@ -11,7 +11,7 @@ from collections.abc import Sequence
 
 import attrs
 
-from engine.trace import Shape, Submit, Workload
+from engine.trace import FormatError, Shape, Submit, Workload
 from properties.checks import ALL, Finding
 from properties.faults import armed
 from properties.lockstep import MakeRung, Run, run
@@ -75,6 +75,11 @@ def soak_workload(
     persistent_batch: bool = True,
 ) -> Workload:
     longest = max(prompts) + max_tokens
+    need = -(-(longest - 1) // block_size)
+    if need > blocks:  # the door would refuse it, and the table would count a run that never was
+        raise FormatError(
+            f"a prompt of {max(prompts)} and max_tokens {max_tokens} need {need} blocks, but blocks is {blocks}"
+        )
     shape = Shape(
         blocks=blocks,
         block_size=block_size,

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import logging
 import os
 import signal
 import socket
@@ -102,8 +103,9 @@ async def _run(app: FastAPI, server: _Server, sock: socket.socket, url: str) -> 
         nonlocal signals
         signals += 1
         stop.set()
-        if signals > 1:  # whoever asks twice does not want to wait
+        if signals > 1:  # whoever asks twice does not want to wait, nor to read what was cut short
             server.force_exit = server.should_exit = True
+            logging.getLogger("uvicorn.error").setLevel(logging.CRITICAL)
 
     for number in (signal.SIGINT, signal.SIGTERM):
         loop.add_signal_handler(number, on_signal)

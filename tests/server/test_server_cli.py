@@ -248,6 +248,17 @@ def test_ctrl_c_idle_and_sigterm_while_loading(running: Running) -> None:
         assert time.monotonic() - began < 5
 
 
+def test_two_signals_at_once_end_at_once_and_quietly(folder: Path) -> None:
+    """A second Ctrl-C, or a supervisor that tells the whole group and the process."""
+    server = Running("--model", str(folder))
+    for number in (signal.SIGTERM, signal.SIGINT, signal.SIGTERM):
+        server.process.send_signal(number)
+    status, _, err = finish(server.process)
+    assert status == 0, err
+    assert "Traceback" not in err
+    assert "ERROR" not in err
+
+
 def test_engine_death_ends_the_process_with_3(folder: Path) -> None:
     """The open request is told before the process goes."""
     code = (
