@@ -56,7 +56,8 @@ class Tokenizer:
         known = max(backend.get_vocab(with_added_tokens=True).values(), default=-1) + 1
         self.vocab_size = known if vocab_size is None else vocab_size
         self.add_bos = bos_id is not None and backend.encode("").ids[:1] == [bos_id]
-        self._byte_level = _decodes_bytes(backend)
+        self._byte_level = _has_decoder(backend, "ByteLevel")
+        self.byte_fallback = _has_decoder(backend, "ByteFallback")  # runs of ``<0xNN>`` tokens are decoded as a whole
         special = [token for token in added.values() if token.special and token.content]
         self._id_of_special = {token.content: i for i, token in added.items()}
         self._special = _pattern(special)
@@ -106,12 +107,17 @@ class Tokenizer:
                 raise ValueError(f"token id {token} is outside the vocabulary, [0, {limit})")
         return str(self.backend.decode(list(ids), skip_special_tokens=skip_special_tokens))
 
+    def piece(self, token: int) -> str | None:
+        """The vocabulary's spelling of ``token``; None where the tokenizer does not know the id."""
+        piece: str | None = self.backend.id_to_token(token)
+        return piece
+
     def token_bytes(self, token: int) -> bytes:
         """The bytes that one token stands for; empty where the tokenizer does not know the id. Raises ``ValueError`` as
         ``decode`` does."""
         if not 0 <= token < self.vocab_size:
             raise ValueError(f"token id {token} is outside the vocabulary, [0, {self.vocab_size})")
-        piece = self.backend.id_to_token(token)
+        piece = self.piece(token)
         if piece is None:
             return b""
         if token in self._literal:
@@ -150,8 +156,8 @@ def _pattern(tokens: Iterable[tokenizers.AddedToken], *, spelling_only: bool = F
     return re.compile("|".join(choices)) if choices else None
 
 
-def _decodes_bytes(backend: tokenizers.Tokenizer) -> bool:
+def _has_decoder(backend: tokenizers.Tokenizer, kind: str) -> bool:
     if backend.decoder is None:
         return False
     state = json.loads(backend.decoder.__getstate__())
-    return any(part.get("type") == "ByteLevel" for part in state.get("decoders", [state]))
+    return any(part.get("type") == kind for part in state.get("decoders", [state]))

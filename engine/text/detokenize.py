@@ -20,28 +20,43 @@ unfinished character (three). Each push decodes a bounded number of ids, but for
 from __future__ import annotations
 
 import codecs
-import json
 import re
 from collections.abc import Sequence
-
-import tokenizers
-
-from engine.loading.tokenizer import Tokenizer
+from typing import Protocol
 
 REPLACEMENT = "\ufffd"
 WINDOW = 8
 _BYTE_TOKEN = re.compile(r"<0x[0-9A-Fa-f]{2}>")
 
 
+class Vocabulary(Protocol):
+    """What text needs to know of a tokenizer. ``engine.loading.tokenizer.Tokenizer`` is one, and says what each means."""
+
+    @property
+    def vocab_size(self) -> int: ...
+
+    @property
+    def special_ids(self) -> frozenset[int]: ...
+
+    @property
+    def byte_fallback(self) -> bool: ...
+
+    def piece(self, token: int) -> str | None: ...
+
+    def token_bytes(self, token: int) -> bytes: ...
+
+    def decode(self, ids: Sequence[int], *, skip_special_tokens: bool = True) -> str: ...
+
+
 class Detokenizer:
     """Incremental text of one request. Without a tokenizer (None) every id is silent: such a model has no text."""
 
     def __init__(
-        self, tokenizer: Tokenizer | None, prompt_ids: Sequence[int] = (), *, skip_special_tokens: bool = True
+        self, tokenizer: Vocabulary | None, prompt_ids: Sequence[int] = (), *, skip_special_tokens: bool = True
     ) -> None:
         self._tokenizer = tokenizer
         self._skip = skip_special_tokens
-        self._fallback = tokenizer is not None and _falls_back_to_bytes(tokenizer.backend)
+        self._fallback = tokenizer is not None and tokenizer.byte_fallback
         self._run: list[int] = []  # byte tokens that wait for the end of their run
         self._window = self._context(prompt_ids)
         text = self._decode(self._window)
@@ -103,8 +118,7 @@ class Detokenizer:
             return None
         if self._skip and token in tokenizer.special_ids:
             return None
-        piece: str | None = tokenizer.backend.id_to_token(token)
-        return piece
+        return tokenizer.piece(token)
 
     def _decode(self, ids: Sequence[int]) -> str:
         return self._tokenizer.decode(ids, skip_special_tokens=self._skip) if self._tokenizer else ""
@@ -114,10 +128,3 @@ class Detokenizer:
         decoder = codecs.getincrementaldecoder("utf-8")("replace")
         decoder.decode(b"".join(map(self._tokenizer.token_bytes, self._window)))
         return bool(decoder.getstate()[0])
-
-
-def _falls_back_to_bytes(backend: tokenizers.Tokenizer) -> bool:
-    if backend.decoder is None:
-        return False
-    state = json.loads(backend.decoder.__getstate__())
-    return any(part.get("type") == "ByteFallback" for part in state.get("decoders", [state]))

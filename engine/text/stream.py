@@ -12,8 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from engine.loading.tokenizer import Tokenizer
-from engine.text.detokenize import Detokenizer
+from engine.text.detokenize import Detokenizer, Vocabulary
 from engine.text.stops import StopStrings
 
 
@@ -22,7 +21,7 @@ class TextStream:
 
     def __init__(
         self,
-        tokenizer: Tokenizer | None,
+        tokenizer: Vocabulary | None,
         prompt_ids: Sequence[int] = (),
         *,
         stop: Sequence[str] = (),
