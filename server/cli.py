@@ -24,13 +24,18 @@ _HELP = (
     "Serves a language model over HTTP: OpenAI's completions and chat, SGLang's /generate, Prometheus metrics. "
     "Without options, the small model that is installed beside the engine answers on http://127.0.0.1:8000. "
     "Every option is also an environment variable (--max-num-seqs is LOCKSTEP_MAX_NUM_SEQS) and a key of the TOML file "
-    "that --config names; a flag beats the variable, the variable beats the file."
+    "that --config names; a flag beats the variable, the variable beats the file. `python -m server bench --help` is about "
+    "measuring a server."
 )
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Exit status: 0 after a clean end, 2 for a wrong setting or model, 3 when the engine died."""
     arguments = list(sys.argv[1:] if arguments is None else arguments)
+    if arguments[:1] == ["bench"]:
+        from server.bench.cli import main as bench
+
+        return bench(arguments[1:])
     try:
         options = _parse(arguments)
         if options is None:  # --help or --version

@@ -141,7 +141,7 @@ def test_machine_trace_is_seen() -> None:
     [
         ("engine", ()),
         ("model_sim", ()),
-        ("server", ()),
+        ("server", ("plot",)),
         ("properties", ("test",)),
         ("tests", ("test", "dev")),
         ("ci", ("test", "dev")),
