@@ -146,7 +146,20 @@ def test_nobody_there_is_an_error_and_not_a_crash() -> None:
 
 def test_the_command_prints_json_and_draws(url: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     picture = tmp_path / "b.png"
-    options = "--random 6 --prompt-words 1 2 --tokens 2 4 --repeats 1 --good-ttft 60000".split()
+    options = [
+        "--random",
+        "6",
+        "--prompt-words",
+        "1",
+        "2",
+        "--tokens",
+        "2",
+        "4",
+        "--repeats",
+        "1",
+        "--good-ttft",
+        "60000",
+    ]
     assert main(["--url", url, *options, "--json", "--plot", str(picture)]) == 0
     printed = capsys.readouterr().out.splitlines()[-1]  # the server in this same process logs before it
     (run,) = json.loads(printed)["runs"]
