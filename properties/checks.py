@@ -77,6 +77,12 @@ class ReplayDiffers(Divergence):
     check = "replay"
 
 
+class WritesDiffer(Divergence):
+    """Cache cells changed that were not scheduled, or scheduled ones that do not hold what they must; on rungs with a cache."""
+
+    check = "writes"
+
+
 class TokensDiffer(Divergence):
     """What the plan hands to compute, and what was appended."""
 
@@ -110,6 +116,7 @@ CLASSES: dict[str, type[Divergence]] = {
         LedgerDiffers,
         RowsDiffer,
         ReplayDiffers,
+        WritesDiffer,
         TokensDiffer,
         CountersDiffer,
         SoloDiffers,
@@ -118,6 +125,8 @@ CLASSES: dict[str, type[Divergence]] = {
 }
 ORDER: tuple[str, ...] = tuple(CLASSES)
 ALL: frozenset[str] = frozenset(ORDER)
+CACHE_ONLY: frozenset[str] = frozenset({"writes"})  # can fire only on a rung that has a cache
+ON_LEDGER: tuple[str, ...] = tuple(check for check in ORDER if check not in CACHE_ONLY)
 
 
 def differing(pairs: list[tuple[str, object, object]]) -> tuple[Fact, ...]:

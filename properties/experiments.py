@@ -14,8 +14,9 @@ import attrs
 from engine.trace import FormatError, Shape, Submit, Workload
 from properties.checks import ALL, Finding
 from properties.faults import armed
-from properties.lockstep import MakeRung, Run, run
-from properties.rungs import LedgerRung
+from properties.lockstep import Run, run
+from properties.rung_ledger import LedgerRung
+from properties.rungs import MakeRung
 
 UNLIMITED = 1 << 20  # tokens per iteration
 NOBODY_LOOKS: frozenset[str] = frozenset()

@@ -2,8 +2,11 @@
 
 What it checks: that every decision, block, row, queue, launch, token and counter of the engine is what ``model_sim`` says,
 in the iteration in which it arises; that the engine keeps its own invariants; that everything is given back at the end; and
-that each caller was told what the same request alone is told. What it cannot check: a rule that is wrong on both sides, and
-whatever lies behind ``Plan``. Why the checks have teeth: each is proved by a fault that it sees alone or first (the matrix).
+that each caller was told what the same request alone is told. The rung says how much of the engine is real, and brings the oracle
+that knows what a request alone is told; the oracle feeds the specification, and the engine's tokens are only compared.
+
+What it cannot check: a rule that is wrong on both sides, and what the rung replaces by something simpler. Why the checks have
+teeth: each is proved by a fault that it sees alone or first (the matrix).
 
 Two ways to run: the first finding ends the run (default), or every check is judged alone to the end (``judge_all``).
 """
@@ -21,15 +24,15 @@ from engine.control.record import Ledger, StepRecord
 from engine.control.request import Refusal
 from engine.trace import VOCAB, Shape, Submit, Workload, prompt_tokens
 from model_sim.model import Model, Refused
-from properties import diff, solo
+from properties import diff
 from properties.cached import Contents
 from properties.checks import ALL, Fact, Finding, finding
 from properties.floors import Occurrences
 from properties.play import Stop, play
-from properties.rungs import LedgerRung, Rung
+from properties.rung_ledger import LedgerRung
+from properties.rungs import MakeRung, Rung
+from properties.solo import AffineOracle, Oracle
 from properties.tally import Caller, Totals, judge
-
-MakeRung = Callable[[Shape], Rung]
 
 
 @attrs.frozen
@@ -108,6 +111,7 @@ class Lockstep:
         self._checks = checks | {"raises"}  # nothing goes on after an exception, whoever is looking
         self._until, self._judge_all = until, judge_all
         self._rung = rung  # None once it raised, or when the specification runs alone
+        self._oracle: Oracle = AffineOracle() if rung is None else rung.oracle
         self._model = model_of(workload.shape)
         self._limit = limit(workload)
         self._iteration = 0
@@ -146,9 +150,10 @@ class Lockstep:
         theirs: object
         refused: str | None = None
         settled = event.max_tokens or 0
+        stops = self._oracle.stop_ids(first_id, event)
         try:
             if (rung := self._rung) is not None:
-                mine = list(self._guarded(lambda: rung.submit(event, first_id), self._iteration + 1))
+                mine = list(self._guarded(lambda: rung.submit(event, first_id, stops), self._iteration + 1))
         except Refusal as refusal:
             mine = refused = refusal.reason
         self._totals.submitted(event.n, refused)
@@ -157,14 +162,14 @@ class Lockstep:
                 prompt_tokens(event.prompt),
                 event.max_tokens,
                 priority=event.priority,
-                stop_ids=solo.stop_ids(first_id, event),
+                stop_ids=stops,
                 min_tokens=event.min_tokens,
                 n=event.n,
                 salt=event.salt or None,
             )
             settled = event.max_tokens or most_tokens(self._occurrences.shape, event.prompt_len)
             for request in theirs:
-                self._callers[request] = Caller.of(request, first_id, event, settled)
+                self._callers[request] = Caller.of(request, event, settled, stops)
         except Refused as refusal:
             theirs = refusal.reason
             self._events[-1] = f"({self._events[-1]} {refusal.reason})"
@@ -193,13 +198,14 @@ class Lockstep:
         before = self._state
         step: dict[str, Any] = {}
         if self._model.has_work:
-            step = self._model.step(solo.token, fails)
+            step = self._model.step(self._oracle.token, fails)
             self._state = self._model.state()
             self._occurrences.step(step, before, self._state)
         record: Any = None
         ledger: Any = None
         if (rung := self._rung) is not None and rung.has_work:
             try:
+                rung.expect(step, self._state, self._callers)
                 record = self._guarded(lambda: rung.step(fails=fails), self._iteration)
                 ledger = rung.ledger()
             finally:
@@ -233,7 +239,7 @@ class Lockstep:
                 facts = tuple(Fact("audit", message, "") for message in messages[1:])
                 self._found(Finding("audit", self._iteration, messages[0], facts))
         if step:
-            for check, facts in self._diffs(record, ledger, step, before):
+            for check, facts in self._diffs(rung, record, ledger, step, before):
                 found = finding(check, self._iteration, facts)
                 if found is not None:
                     self._found(found)
@@ -243,7 +249,7 @@ class Lockstep:
                 self._found(found)
 
     def _diffs(
-        self, record: StepRecord, ledger: Ledger, step: dict[str, Any], before: dict[str, Any]
+        self, rung: Rung, record: StepRecord, ledger: Ledger, step: dict[str, Any], before: dict[str, Any]
     ) -> Iterator[tuple[str, tuple[Fact, ...]]]:
         if self._watching("decisions"):
             yield "decisions", diff.decisions(record, step)
@@ -254,6 +260,9 @@ class Lockstep:
             yield "rows", diff.rows(record, ledger, step, before, self._state)
         if self._watching("replay"):
             yield "replay", diff.replay(record, step)
+        for check, facts in rung.facts().items():
+            if self._watching(check):
+                yield check, facts
         if self._watching("tokens"):
             yield "tokens", diff.tokens(record, step, self._callers)
 
@@ -262,7 +271,7 @@ class Lockstep:
         if self._rung is None:
             return
         if self._watching("solo"):
-            facts = tuple(fact for caller in self._callers.values() for fact in judge(caller))
+            facts = tuple(fact for caller in self._callers.values() for fact in judge(caller, self._oracle))
             found = finding("solo", self._iteration, facts)
             if found is not None:
                 self._found(found)

@@ -1,105 +1,84 @@
 """The engine under test, as the lockstep driver sees it. A rung says how much of the engine is real.
 
-``ledger``: the real ``Engine`` with its real control (door, queues, blocks, rows, replay decision, audit) over a runner that
-computes nothing. The runner keeps its own rows, exactly as compute would from the row operations of the plans, and a token
-depends on who sits in the row and at which position: a plan that names a wrong row or position yields a wrong token.
+    ledger   all of control; a stub computes nothing, and a token is a function of request and position
+    rows     also everything from the plan to the kernels' arguments, over a cache of hash chains
+    tiny     also attention and sampler, on a small random transformer
+    gpu      tiny on CUDA, with CUDA graphs
+
+A rung is imported when it is asked for, so that ``ledger`` does without torch.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import Protocol
+from collections.abc import Callable, Iterator, Mapping
+from importlib import import_module
+from typing import Any, ClassVar, Protocol
 
 from engine.control.counters import Counters
 from engine.control.limits import Limits
-from engine.control.plan import Chunk, Decode, Plan, Sampled
+from engine.control.plan import Runner
 from engine.control.record import Ledger, StepRecord
 from engine.control.scheduler import Submission
 from engine.engine import Engine
 from engine.trace import VOCAB, Shape, Submit, prompt_tokens
-from properties import solo
+from properties.checks import Fact
+from properties.diff import Known
+from properties.solo import Oracle
 
 INJECTED = "injected by the workload"
 
 
 class Rung(Protocol):
     @property
+    def oracle(self) -> Oracle:
+        """What each request is told when it runs alone on this rung."""
+        ...
+
+    @property
     def has_work(self) -> bool: ...
 
     @property
     def counters(self) -> Counters: ...
 
-    def submit(self, event: Submit, first_id: int) -> tuple[int, ...]:
+    def submit(self, event: Submit, first_id: int, stop_ids: frozenset[int]) -> tuple[int, ...]:
         """One Submission of ``event.n`` choices, ids from ``first_id``. Raises ``Refusal``."""
         ...
 
     def abort(self, request: int) -> None: ...
 
+    def expect(self, step: Mapping[str, Any], after: Mapping[str, Any], known: Mapping[int, Known]) -> None:
+        """Told before ``step``: what the specification does in this iteration and what it holds afterwards, and every
+        request with its tokens before this step. A rung that looks into the cache derives from it what may change there."""
+        ...
+
     def step(self, *, fails: bool) -> StepRecord: ...
+
+    def facts(self) -> Mapping[str, tuple[Fact, ...]]:
+        """By check (``writes``), what this rung itself saw differ in the iteration that just ran."""
+        ...
 
     def ledger(self) -> Ledger: ...
 
     def audit(self) -> list[str]: ...
 
 
+MakeRung = Callable[[Shape], Rung]
+
+
 class StepFailed(Exception):
     """What execute raises when the workload says that it fails."""
 
 
-class BadPlan(Exception):
-    """A plan that no runner could execute: it names a row that nobody has, or seats two requests in one."""
+class Unavailable(Exception):
+    """A rung that this machine cannot run; the message says what is missing."""
 
 
-class StubRunner:
-    """Rows and prompt lengths, nothing else: ``rows[row] = (request, prompt_len)``."""
+class EngineRung:
+    """The real engine over some runner: what all rungs have in common."""
 
-    def __init__(self) -> None:
-        self.rows: dict[int, tuple[int, int]] = {}
-        self.fails = False
-        self.bad: BadPlan | None = None
-
-    def execute(self, plan: Plan) -> Sequence[Sampled]:
-        try:
-            self._apply(plan)
-            if self.fails and plan.forwards:  # after the row operations; where nothing is computed, nothing can fail
-                raise StepFailed(INJECTED)
-            return [Sampled(self._token(entry)) for entry in plan.sampling]
-        except BadPlan as bad:
-            self.bad = bad  # the engine contains what execute raises; the harness wants to know
-            raise
-
-    def _apply(self, plan: Plan) -> None:
-        for row in plan.vacated:
-            if self.rows.pop(row, None) is None:
-                raise BadPlan(f"the plan vacates row {row}, but nobody sits there")
-        for move in plan.moves:
-            if move.src not in self.rows:
-                raise BadPlan(f"the plan moves row {move.src}, but nobody sits there")
-            moved = self.rows.pop(move.src)
-            if move.dst in self.rows:
-                self.rows[move.src] = self.rows[move.dst]
-            self.rows[move.dst] = moved
-        for seat in plan.seated:
-            if seat.row in self.rows:
-                raise BadPlan(
-                    f"the plan seats r{seat.request} in row {seat.row}, but r{self.rows[seat.row][0]} sits there"
-                )
-            self.rows[seat.row] = (seat.request, seat.prompt_len)
-
-    def _token(self, entry: Chunk | Decode) -> int:
-        if entry.row not in self.rows:
-            raise BadPlan(f"the plan samples row {entry.row}, but nobody sits there")
-        request, prompt_len = self.rows[entry.row]
-        last = entry.position if isinstance(entry, Decode) else entry.start + len(entry.tokens) - 1
-        return solo.token(request, last + 1 - prompt_len)
-
-
-class LedgerRung:
-    """The real engine over a stub runner."""
-
-    def __init__(self, shape: Shape) -> None:
-        self._runner = StubRunner()
-        self._engine = Engine(limits(shape), self._runner)
+    def __init__(self, shape: Shape, runner: Runner, oracle: Oracle) -> None:
+        self.oracle = oracle
+        self._engine = Engine(limits(shape), runner)
 
     @property
     def has_work(self) -> bool:
@@ -109,27 +88,30 @@ class LedgerRung:
     def counters(self) -> Counters:
         return self._engine.counters
 
-    def submit(self, event: Submit, first_id: int) -> tuple[int, ...]:
+    def submit(self, event: Submit, first_id: int, stop_ids: frozenset[int]) -> tuple[int, ...]:
         submission = Submission(
             prompt=prompt_tokens(event.prompt),
             max_tokens=event.max_tokens,
             priority=event.priority,
-            stop_ids=solo.stop_ids(first_id, event),
+            stop_ids=stop_ids,
             min_tokens=event.min_tokens,
             salt=event.salt or None,
+            payloads=self.payloads(event, stop_ids),
         )
         return self._engine.scheduler.submit(submission, event.n)  # the door itself, which also judges max_tokens 0
+
+    def payloads(self, event: Submit, stop_ids: frozenset[int]) -> tuple[object, ...]:
+        """What travels with each choice to the runner; nothing where the runner reads nothing."""
+        return ()
 
     def abort(self, request: int) -> None:
         self._engine.abort(request)
 
-    def step(self, *, fails: bool) -> StepRecord:
-        """One iteration. Raises ``BadPlan``, and whatever the engine raises where it should not."""
-        self._runner.fails = fails
-        record = self._engine.step()
-        if self._runner.bad is not None:
-            raise self._runner.bad
-        return record
+    def expect(self, step: Mapping[str, Any], after: Mapping[str, Any], known: Mapping[int, Known]) -> None:
+        pass
+
+    def facts(self) -> Mapping[str, tuple[Fact, ...]]:
+        return {}
 
     def ledger(self) -> Ledger:
         return self._engine.ledger()
@@ -138,7 +120,24 @@ class LedgerRung:
         return self._engine.audit()
 
 
-RUNGS: dict[str, type[LedgerRung]] = {"ledger": LedgerRung}
+class _Rungs(Mapping[str, MakeRung]):
+    """The class of each rung, by name. Raises ``Unavailable`` for one that this machine cannot run."""
+
+    _classes: ClassVar = {"ledger": ("properties.rung_ledger", "LedgerRung")}
+
+    def __getitem__(self, name: str) -> MakeRung:
+        module, made = self._classes[name]
+        rung: MakeRung = getattr(import_module(module), made)
+        return rung
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._classes)
+
+    def __len__(self) -> int:
+        return len(self._classes)
+
+
+RUNGS: Mapping[str, MakeRung] = _Rungs()
 
 
 def limits(shape: Shape) -> Limits:

@@ -1,26 +1,16 @@
 """The third oracle: what a request gets when it runs alone. It knows no blocks, no rows, no queue and no iteration.
 
-On the ledger rung a token is an affine function of the request and of the token's number, without repetition within the
-first ``VOCAB`` tokens of a request, so a token from the wrong request or the wrong position is a different token.
+Each rung brings an oracle of its own, since what a token is depends on how much of the engine is real. The oracle is asked
+first and feeds the specification; what the engine samples is only ever compared with it.
 """
 
 from __future__ import annotations
 
+from typing import Protocol
+
 import attrs
 
 from engine.trace import VOCAB, Submit
-
-
-def token(request: int, k: int) -> int:
-    """The k-th generated token (from 0) of a request, in 0..VOCAB-1."""
-    return (request * 97 + 11 + k * (1 + request * 31 % (VOCAB - 1))) % VOCAB
-
-
-def stop_ids(first_id: int, submit: Submit) -> frozenset[int]:
-    """The ``stop_at``-th token of each choice. The choices of one submission share one set of stop tokens."""
-    if submit.stop_at is None:
-        return frozenset()
-    return frozenset(token(first_id + choice, submit.stop_at - 1) for choice in range(submit.n))
 
 
 @attrs.frozen
@@ -32,11 +22,46 @@ class Outcome:
     stop: int | None = None
 
 
-def outcome(request: int, stops: frozenset[int], min_tokens: int, max_tokens: int) -> Outcome:
+class Oracle(Protocol):
+    """What the driver asks. Nothing that the engine does may reach an oracle."""
+
+    def stop_ids(self, first_id: int, event: Submit) -> frozenset[int]:
+        """The stop tokens of a submission whose first choice is ``first_id``: of each choice the ``stop_at``-th token.
+
+        Asked once for every submission, in the order of ids and before anybody else sees it, refused ones included: so this
+        is also where an oracle learns what each request is.
+        """
+        ...
+
+    def token(self, request: int, k: int) -> int:
+        """The k-th generated token (from 0) of a request that runs alone, in 0..VOCAB-1."""
+        ...
+
+
+def outcome(oracle: Oracle, request: int, stops: frozenset[int], min_tokens: int, max_tokens: int) -> Outcome:
     """The undisturbed run of one choice. ``max_tokens`` is what the door settled."""
     tokens: list[int] = []
     while len(tokens) < max_tokens:
-        tokens.append(token(request, len(tokens)))
+        tokens.append(oracle.token(request, len(tokens)))
         if tokens[-1] in stops and len(tokens) >= min_tokens:
             return Outcome(tuple(tokens), "stop", tokens[-1])
     return Outcome(tuple(tokens), "length")
+
+
+def token(request: int, k: int) -> int:
+    """The ledger rung's token: an affine function of the request and of the token's number, without repetition within the
+    first ``VOCAB`` tokens of a request, so a token from the wrong request or the wrong position is a different token."""
+    return (request * 97 + 11 + k * (1 + request * 31 % (VOCAB - 1))) % VOCAB
+
+
+class AffineOracle:
+    """The oracle of the ledger rung, where nothing is computed and a token depends on the request's number alone."""
+
+    def stop_ids(self, first_id: int, event: Submit) -> frozenset[int]:
+        """The choices of one submission share one set of stop tokens."""
+        if event.stop_at is None:
+            return frozenset()
+        return frozenset(token(first_id + choice, event.stop_at - 1) for choice in range(event.n))
+
+    def token(self, request: int, k: int) -> int:
+        return token(request, k)

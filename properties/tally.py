@@ -36,14 +36,14 @@ class Caller:
     first: int | None = None
 
     @classmethod
-    def of(cls, request: int, first_id: int, event: Submit, max_tokens: int) -> Caller:
+    def of(cls, request: int, event: Submit, max_tokens: int, stops: frozenset[int]) -> Caller:
         prompt = list(prompt_tokens(event.prompt))
-        return cls(request, len(prompt), prompt, max_tokens, event.min_tokens, solo.stop_ids(first_id, event))
+        return cls(request, len(prompt), prompt, max_tokens, event.min_tokens, stops)
 
 
-def judge(caller: Caller) -> tuple[Fact, ...]:
+def judge(caller: Caller, oracle: solo.Oracle) -> tuple[Fact, ...]:
     """Against the request alone. An abort or an error may cut the run short: then a prefix was told, and that is said."""
-    alone = solo.outcome(caller.request, caller.stops, caller.min_tokens, caller.max_tokens)
+    alone = solo.outcome(oracle, caller.request, caller.stops, caller.min_tokens, caller.max_tokens)
     name = f"r{caller.request}"
     if len(caller.ends) != 1:
         return (Fact(f"{name} ends", f"told {len(caller.ends)} times", "told once"),)

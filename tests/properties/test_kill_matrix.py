@@ -10,7 +10,7 @@ import pytest
 from engine.control.blocks import BlockPool
 from properties import corpus, faults
 from properties.arming import Faded, Fault, line
-from properties.checks import ORDER, Finding
+from properties.checks import ON_LEDGER, Finding
 from properties.faults import CATALOGUE, armed
 from properties.lockstep import run
 from properties.matrix import Matrix, Row, matrix
@@ -20,7 +20,7 @@ def test_the_matrix_holds() -> None:
     """On the corpus alone, which is enough: each fault has a witness. ``python -m properties matrix`` adds generated ones."""
     whole = matrix(CATALOGUE, generated=0)
     assert whole.complaints() == []
-    assert {check: bool(whole.proofs(check)) for check in ORDER} == dict.fromkeys(ORDER, True)
+    assert {check: bool(whole.proofs(check)) for check in ON_LEDGER} == dict.fromkeys(ON_LEDGER, True)
 
 
 def test_the_engine_without_a_fault_is_clean_on_generated_workloads_too() -> None:
@@ -44,7 +44,7 @@ def test_a_saved_workload_holds_today_and_fails_with_its_fault(path: object) -> 
 def test_the_matrix_can_fail() -> None:
     """Each of its complaints, made to fire."""
     rows = [Row(None)]
-    for check in ORDER:
+    for check in ON_LEDGER:
         rows.append(
             Row(next(fault.id for fault in CATALOGUE.values() if fault.expect == (check,) or check in fault.expect))
         )
