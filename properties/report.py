@@ -1,50 +1,27 @@
-"""What a person reads: the timeline in fixed columns, one line an iteration, and the report of a first divergence.
+"""What a person reads of a first divergence: the timeline up to it, both ledgers with an arrow at the difference, who last held
+the blocks in question, the workload, and the one command that replays it.
 
-The report ends with the one command that replays it. Its layout is pinned by a snapshot test.
+The layout is pinned by a snapshot test.
 """
 
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Mapping, Sequence
-from typing import Any
+from collections.abc import Iterator, Sequence
 
 from engine.trace import Workload, dumps
 from properties.checks import Finding
+from properties.columns import LEGEND, Columns, timeline
+from properties.history import holds
 from properties.lockstep import Run, Step
+from properties.sides import Entry, compare, sides
 
-LEGEND = (
-    "running: request@row; (computed/tokens) while prefilling, ! once finished. launch: rows x width, + padded rows. "
-    "Iterations count from 1."
-)
+__all__ = ["LEGEND", "WINDOW", "report", "timeline"]
+
 WINDOW = 12  # iterations that a report shows
-_COLUMNS = (("it", 4), ("events", 18), ("waiting", 14), ("running", 30), ("free", 4), ("launch", 12))
-
-
-def header() -> str:
-    return _line([name for name, _ in _COLUMNS], "what happened")
-
-
-def line(step: Step) -> str:
-    """One iteration, as the specification has it after commit."""
-    after = step.after
-    cells = [
-        str(step.iteration),
-        " ".join(step.events) or "-",
-        " ".join(f"r{request}" for request in after["waiting"]) or "-",
-        _running(after) or "-",
-        str(len(after["blank"])),
-        _launch(step.step.get("launch")),
-    ]
-    return _line(cells, "; ".join(_happened(step.step)) or "-")
-
-
-def timeline(run: Run) -> Iterator[str]:
-    yield header()
-    for step in run.steps:
-        yield line(step)
-    if run.late:
-        yield _line(["-", " ".join(run.late), "-", "-", "-", "-"], "nothing left to do")
+MOST_BLOCKS = 4  # whose holders it tells
+ARROW = "<--"
+_NAME, _SIDE = 18, 36
 
 
 def report(workload: Workload, run: Run, found: Finding, command: str) -> str:
@@ -53,85 +30,82 @@ def report(workload: Workload, run: Run, found: Finding, command: str) -> str:
     if workload.title and found.headline not in workload.title:
         lines.insert(0, workload.title)
     shown = [step for step in run.steps if step.iteration <= found.iteration]
-    if len(shown) > WINDOW:
-        lines.append(f"({len(shown) - WINDOW} earlier iterations)")
-    lines += [header(), *(line(step) for step in shown[-WINDOW:])]
-    if found.facts:
-        lines += ["", f"{f'{found.check} at {found.iteration}':28} {'engine':44} specification"]
-        lines += [f"  {fact.name:26} {fact.engine:44} {fact.specification}".rstrip() for fact in found.facts]
-    lines += ["", *_histories(found, run.steps), "workload:", dumps(workload).rstrip(), "", f"replay: {command}"]
+    first = max(1, found.iteration - WINDOW + 1)
+    if shown and shown[0].iteration < first:
+        lines.append(f"({first - shown[0].iteration} earlier iterations)")
+    lines += Columns(run, named_requests(found), first, found.iteration).lines()
+    entries = ledgers(run.steps, found.iteration, workload.shape.blocks)
+    if found.check == "audit":
+        lines += ["", *(f"also: {fact.engine}" for fact in found.facts)] if found.facts else []
+    elif facts := _beside(found, entries):
+        lines += ["", *_table(f"{found.check} at {found.iteration}", facts, arrows=False)]
+    if entries:
+        lines += ["", *_table(f"ledger at {found.iteration}", entries, arrows=True)]
+    lines += ["", *_holders(found, entries, shown), "workload:", dumps(workload).rstrip(), "", f"replay: {command}"]
     return "\n".join(lines)
 
 
-def _line(cells: Sequence[str], rest: str) -> str:
-    fixed = []
-    for cell, (name, width) in zip(cells, _COLUMNS, strict=True):
-        cut = cell if len(cell) <= width else cell[: width - 1] + "~"
-        fixed.append(cut.rjust(width) if name in ("it", "free") else cut.ljust(width))
-    return f"{'  '.join(fixed)}  {rest}".rstrip()
+def ledgers(steps: Sequence[Step], iteration: int, pool: int) -> list[Entry]:
+    """Both ledgers after an iteration, line by line; empty where the engine has none to show. A request that waits on both
+    sides holds nothing, so its line would say nothing."""
+    for step, mine, theirs in sides(steps):
+        if step.iteration == iteration:
+            entries = [] if mine is None else compare(mine, theirs, pool)
+            return [entry for entry in entries if entry.differs or not entry.engine.startswith("waiting ")]
+    return []
 
 
-def _running(after: Mapping[str, Any]) -> str:
-    cells = []
-    for request, row in sorted(after["rows"].items(), key=lambda item: item[1]):
-        status = after["status"][request]
-        progress = f"({after['computed'][request]}/{after['num_tokens'][request]})" if status == "prefilling" else ""
-        cells.append(f"r{request}@{row}{progress}{'!' if status == 'finished' else ''}")
-    return " ".join(cells)
+def _beside(found: Finding, entries: Sequence[Entry]) -> list[Entry]:
+    """The facts of a finding, without those that the ledger below shows as a difference anyway."""
+    told = {entry.name for entry in entries if entry.differs}
+    if any(name[0] == "r" and name[1:].isdigit() for name in told):
+        told |= {"tables", "status", "computed", "num_tokens", "rows"}
+    if any(name.endswith(" holds") for name in told):
+        told.add("published")
+    return [Entry(fact.name, fact.engine, fact.specification) for fact in found.facts if fact.name not in told]
 
 
-def _launch(launch: Sequence[Any] | None) -> str:
-    if launch is None:
-        return "-"
-    if launch[0] == "eager":
-        return str(launch[1])
-    return f"{launch[1]}x{launch[2]}" + (f" +{launch[3]}" if launch[3] else "")
+def _table(title: str, entries: Sequence[Entry], *, arrows: bool) -> Iterator[str]:
+    """Two columns; an entry that is too long for its column gets a line for each side, so that nothing is cut."""
+    yield f"{title:{_NAME}}  {'engine':{_SIDE}}  specification"
+    for entry in entries:
+        mark = f"  {ARROW} {entry.note}".rstrip() if arrows and entry.differs else ""
+        left, right = entry.engine or "-", entry.specification or "-"
+        if max(len(left), len(right)) <= _SIDE:
+            yield f"  {entry.name:{_NAME - 2}}  {left:{_SIDE}}  {right:{_SIDE if mark else 0}}{mark}".rstrip()
+        elif left == right:
+            yield f"  {entry.name:{_NAME - 2}}  {left}"
+            yield f"  {'':{_NAME - 2}}  (the same on both sides)"
+        else:
+            yield f"  {entry.name:{_NAME - 2}}  engine:        {left}{mark}"
+            yield f"  {'':{_NAME - 2}}  specification: {right}"
 
 
-def _happened(step: Mapping[str, Any]) -> Iterator[str]:
-    for verb, key in (("abort", "aborted"), ("reap", "reaped"), ("preempt", "preempted")):
-        if step.get(key):
-            yield f"{verb} {' '.join(f'r{request}' for request in step[key])}"
-    if step.get("grown"):
-        yield "grow " + " ".join(f"r{request}+b{block}" for request, block in step["grown"])
-    if step.get("moves"):
-        yield "move " + " ".join(f"{src}>{dst}" for src, dst in step["moves"])
-    for request, row, blocks in step.get("admitted", ()):
-        yield f"admit r{request}@{row} on {','.join(f'b{block}' for block in blocks)}"
-    for request, _, start, count, samples in step.get("chunks", ()):
-        if start or not samples:
-            yield f"chunk r{request} {start}..{start + count - 1}"
-    if step.get("error"):
-        yield "execute raised"
-    for request, reason in step.get("finished", ()):
-        yield f"end r{request} {reason}"
-
-
-def _histories(found: Finding, steps: Sequence[Step]) -> list[str]:
-    """Who held the blocks that a ledger or audit finding names, according to the specification."""
-    if found.check not in ("audit", "ledger"):
-        return []
+def _holders(found: Finding, entries: Sequence[Entry], steps: Sequence[Step]) -> list[str]:
+    """The last holding of each block that the finding, or a difference of the free blocks, is about."""
     lines = []
-    for block in sorted(_named_blocks(found))[:4]:
-        spans: list[tuple[int, int, int]] = []  # request, first, last iteration
-        for step in steps:
-            for request, table in step.after["tables"].items():
-                if block in table:
-                    if spans and spans[-1][0] == request and spans[-1][2] == step.iteration - 1:
-                        spans[-1] = (request, spans[-1][1], step.iteration)
-                    else:
-                        spans.append((request, step.iteration, step.iteration))
-        held = (
-            ", ".join(f"by r{request} in {first}..{last}" for request, first, last in spans[-4:]) or "by nobody so far"
-        )
-        lines.append(f"block {block} is held, says the specification, {held}")
+    history = holds(steps)
+    for block in sorted(named_blocks(found, entries))[:MOST_BLOCKS]:
+        held = history.get(block)
+        lines.append(f"last to hold block {block}: {held[-1] if held else 'nobody so far'}")
     return [*lines, ""] if lines else []
 
 
-def _named_blocks(found: Finding) -> set[int]:
+def named_blocks(found: Finding, entries: Sequence[Entry] = ()) -> set[int]:
+    """Blocks in the words of an audit or ledger finding, and those that only one side believes to be free."""
+    if found.check not in ("audit", "ledger", "drain"):
+        return set()
     named = {int(number) for number in re.findall(r"block (\d+)", found.headline)}
-    for fact in found.facts:
-        if fact.name == "blank":
-            mine, theirs = (set(map(int, re.findall(r"\d+", side))) for side in (fact.engine, fact.specification))
+    for entry in entries:
+        if entry.name == "blank":
+            mine, theirs = (set(map(int, re.findall(r"\d+", text))) for text in (entry.engine, entry.specification))
             named |= mine ^ theirs
     return named
+
+
+def named_requests(found: Finding) -> tuple[int, ...]:
+    """Requests that the finding names, the first one first."""
+    texts = [found.headline, *(fact.name for fact in found.facts)]
+    texts += [text for fact in found.facts for text in (fact.engine, fact.specification)]
+    numbers = [int(number) for text in texts for number in re.findall(r"\b(?:r|request )(\d+)\b", text)]
+    return tuple(dict.fromkeys(numbers))

@@ -18,6 +18,7 @@ from engine.trace import Shape, Submit, Workload, load, save
 from properties.__main__ import main
 from properties.hunt import hunt
 from properties.lockstep import run
+from properties.report import LEGEND
 
 ROOT = Path(properties.__file__).parent.parent
 LEAK = str(ROOT / "properties" / "regress" / "A05-the-published-leak.json")
@@ -62,7 +63,7 @@ def test_replay_holds_and_is_violated(capsys: pytest.CaptureFixture[str]) -> Non
 def test_show_needs_no_engine(capsys: pytest.CaptureFixture[str]) -> None:
     status, out, _ = call(capsys, f"show {LEAK} --until 3")
     assert status == 0
-    assert len(out.splitlines()) == 1 + 3 + 2
+    assert len(out.splitlines()) == 1 + 3 + 2 + len(LEGEND.splitlines())  # the requests without a column, a blank line
     status, steps = answer(capsys, f"show {LEAK}")
     assert (status, len(steps)) == (0, 33)
     assert [step["iteration"] for step in steps] == list(range(1, 34))
