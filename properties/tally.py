@@ -16,6 +16,7 @@ from engine.control.record import Finished, StepRecord
 from engine.trace import Submit, prompt_tokens
 from properties import solo
 from properties.checks import Fact, differing
+from properties.solo_text import SoloText
 
 
 @attrs.define
@@ -28,6 +29,7 @@ class Caller:
     max_tokens: int
     min_tokens: int
     stops: frozenset[int]
+    text: SoloText  # the whole of it, and how much is told when
     delivered: list[int] = attrs.field(factory=list)  # as the engine's records had it
     ends: list[Finished] = attrs.field(factory=list)
     preempted: int = 0
@@ -36,14 +38,14 @@ class Caller:
     first: int | None = None
 
     @classmethod
-    def of(cls, request: int, event: Submit, max_tokens: int, stops: frozenset[int]) -> Caller:
+    def of(cls, request: int, event: Submit, max_tokens: int, stops: frozenset[int], text: SoloText) -> Caller:
         prompt = list(prompt_tokens(event.prompt))
-        return cls(request, len(prompt), prompt, max_tokens, event.min_tokens, stops)
+        return cls(request, len(prompt), prompt, max_tokens, event.min_tokens, stops, text)
 
 
 def judge(caller: Caller, oracle: solo.Oracle) -> tuple[Fact, ...]:
     """Against the request alone. An abort or an error may cut the run short: then a prefix was told, and that is said."""
-    alone = solo.outcome(oracle, caller.request, caller.stops, caller.min_tokens, caller.max_tokens)
+    alone = solo.outcome(oracle, caller.request, caller.stops, caller.min_tokens, caller.max_tokens, caller.text)
     name = f"r{caller.request}"
     if len(caller.ends) != 1:
         return (Fact(f"{name} ends", f"told {len(caller.ends)} times", "told once"),)
@@ -55,7 +57,7 @@ def judge(caller: Caller, oracle: solo.Oracle) -> tuple[Fact, ...]:
         [
             (f"{name} tokens", told, alone.tokens[: len(told)] if cut else alone.tokens),
             (f"{name} reason", end.reason, end.reason if cut else alone.reason),
-            (f"{name} stop token", end.stop, None if cut else alone.stop),
+            (f"{name} stopped by", end.stop, None if cut else alone.stop),
             (f"{name} usage", usage, (caller.prompt_len, len(told))),
         ]
     )
@@ -105,7 +107,8 @@ class Totals:
                 total.recomputed_tokens += len(chunk.tokens)
         total.forward_tokens += sum(len(chunk.tokens) for chunk in plan.chunks) + len(plan.decodes)
         total.row_moves += len(plan.moves)
-        total.decode_steps += bool(plan.decodes)
+        if plan.decodes:
+            total.decode_rows[len(plan.decodes)] += 1
         if isinstance(plan.launch, Replay):
             total.replays[plan.launch.rows, plan.launch.width] += 1
             total.padded_rows += plan.launch.padding

@@ -13,7 +13,7 @@ class Counters:
     forward_iterations: int = 0  # iterations whose plan had tokens to compute
     forward_tokens: int = 0  # every position computed
     prefill_tokens: int = 0
-    decode_steps: int = 0  # iterations in which at least one row decoded
+    decode_rows: Counter[int] = attrs.field(factory=Counter)  # decode steps by the number of rows that decoded
     replays: Counter[tuple[int, int]] = attrs.field(factory=Counter)  # by (rows, width)
     eager: Counter[str] = attrs.field(factory=Counter)  # by reason
     padded_rows: int = 0
@@ -26,6 +26,11 @@ class Counters:
     refused: Counter[str] = attrs.field(factory=Counter)  # by reason of the door
     finished: Counter[str] = attrs.field(factory=Counter)  # by finish reason
     failed_steps: int = 0
+
+    @property
+    def decode_steps(self) -> int:
+        """Iterations in which at least one row decoded."""
+        return sum(self.decode_rows.values())
 
     @property
     def replayed(self) -> int:

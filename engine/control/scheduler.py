@@ -410,7 +410,8 @@ class Scheduler:
         counters.forward_tokens += plan.num_tokens
         counters.prefill_tokens += plan.num_tokens - len(plan.decodes)
         counters.row_moves += len(plan.moves)
-        counters.decode_steps += bool(plan.decodes)
+        if plan.decodes:
+            counters.decode_rows[len(plan.decodes)] += 1
         if isinstance(plan.launch, Replay):
             counters.replays[plan.launch.rows, plan.launch.width] += 1
             counters.padded_rows += plan.launch.padding
