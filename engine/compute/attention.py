@@ -40,6 +40,7 @@ from engine.compute.kernels import (
     softmax_weights,
 )
 from engine.compute.kv import KVPool
+from engine.compute.network import Span
 from engine.compute.probe import Ladder
 from engine.compute.tiles import TILE, tiles_for
 from engine.loading.model import ModelConfig
@@ -63,19 +64,6 @@ class Context:
     tiles: int
     rows: Tensor
     hidden: dict[int | None, Tensor]
-
-
-@attrs.frozen
-class Span:
-    """A run of positions ``start .. start + count - 1`` of one request, at ``first`` in the batch's tokens.
-
-    ``table`` is int64 [1, blocks] on the compute device.
-    """
-
-    first: int
-    count: int
-    start: int
-    table: Tensor
 
 
 class Attention:

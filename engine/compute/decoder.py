@@ -19,23 +19,15 @@ import torch
 from torch import Tensor
 
 from engine.compute.arena import Arena
-from engine.compute.attention import AttendLayer, Attention, Span
+from engine.compute.attention import AttendLayer, Attention
 from engine.compute.graphs import Do
 from engine.compute.kernels import add, add_offsets, rms_norm, rotate, select_rows, silu_mul, write_rows
 from engine.compute.kv import KVPool
+from engine.compute.network import Span, Tokens
 from engine.compute.rope import rope_tables
 from engine.compute.weights import Weights
 
 MakeAttend = Callable[[Tensor, Tensor], AttendLayer]  # from the buffers of queries and output, each [n, heads, dim]
-
-
-@attrs.frozen(eq=False)
-class Tokens:
-    """What a step computes: int64 [n] each. ``slots`` are where each position's keys and values go."""
-
-    tokens: Tensor
-    positions: Tensor
-    slots: Tensor
 
 
 @attrs.frozen(eq=False)

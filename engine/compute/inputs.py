@@ -20,8 +20,7 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from engine.compute.decoder import Tokens
-from engine.compute.kv import KVPool
+from engine.compute.network import Pool, Tokens
 
 
 @attrs.frozen
@@ -33,7 +32,7 @@ class Padding:
     fill: int
 
 
-def declare(pool: KVPool) -> tuple[Padding, ...]:
+def declare(pool: Pool) -> tuple[Padding, ...]:
     return (
         Padding("tokens", False, 0),
         Padding("positions", False, 0),
@@ -45,7 +44,7 @@ def declare(pool: KVPool) -> tuple[Padding, ...]:
 class StaticInputs:
     """Buffers of ``rows`` rows and tables of ``width`` blocks, int64. On CUDA they are filled through pinned copies."""
 
-    def __init__(self, rows: int, width: int, pool: KVPool, device: torch.device) -> None:
+    def __init__(self, rows: int, width: int, pool: Pool, device: torch.device) -> None:
         self.padding = declare(pool)
         cuda = device.type == "cuda"
         self.host: dict[str, Tensor] = {}

@@ -1,11 +1,12 @@
-"""ModelRunner: executes plans. Row operations first, then prefill, then one decode step, then the sampler.
+"""PlanRunner: executes plans. Row operations first, then prefill, then one decode step, then the sampler.
 
     Plan -> row operations (block tables and sampler, before anything can raise)
          -> chunks: eager, together, in batches of at most PREFILL_TOKENS
          -> decodes: the captured step that the plan names, or the same step eagerly
          -> one sampler call over plan.sampling
 
-If anything raises, the row operations stay applied, so that rows are what control believes them to be.
+If anything raises, the row operations stay applied, so that rows are what control believes them to be. What computes is a
+``Network``; ``ModelRunner`` is the runner over a model's transformer.
 """
 
 from __future__ import annotations
@@ -18,83 +19,42 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from engine.compute.arena import Arena
-from engine.compute.attention import Span
-from engine.compute.decoder import Decoder, Tokens
-from engine.compute.graphs import eagerly, graphs_for
+from engine.compute.graphs import eagerly
 from engine.compute.inputs import StaticInputs, as_rows
-from engine.compute.kv import KVPool, kv_bytes_per_block
+from engine.compute.kv import kv_bytes_per_block
+from engine.compute.network import MakeNetwork, Sizes, Span, Tokens
 from engine.compute.row_state import RowState, RowView
 from engine.compute.sampler import Sampler
+from engine.compute.transformer import Transformer
 from engine.compute.weights import Progress, Weights, load_weights
 from engine.control.limits import Limits
 from engine.control.plan import Chunk, Plan, Replay, Sampled
 from engine.loading.model import LoadedModel
 
-__all__ = ["ModelRunner", "kv_bytes_per_block"]
+__all__ = ["ModelRunner", "PlanRunner", "kv_bytes_per_block"]
 
 PREFILL_TOKENS = 512  # in one batch; a longer prefill is cut, which changes no bit and bounds the scratch
 
 
-class ModelRunner:
-    """A model on one device, behind ``Runner``.
+class PlanRunner:
+    """Any network behind ``Runner``."""
 
-    ``threads`` fixes torch's threads for the whole process: on CPU the bits of a row may depend on their number.
-    ``weights`` lets several runners of one model share what ``load_weights`` made. Raises ``LoadError`` for a bad
-    tensor and ``UnstableMachine`` when no kernel on this machine gives reproducible bits.
-    """
-
-    def __init__(
-        self,
-        model: LoadedModel,
-        limits: Limits,
-        *,
-        device: str | torch.device = "cpu",
-        dtype: torch.dtype = torch.float32,
-        threads: int | None = None,
-        progress: Progress | None = None,
-        weights: Weights | None = None,
-    ) -> None:
-        if threads is not None and threads != torch.get_num_threads():
-            torch.set_num_threads(threads)
+    def __init__(self, limits: Limits, make_network: MakeNetwork) -> None:
         self.limits = limits
-        self._device = torch.device(device)
-        if weights is None:
-            with torch.inference_mode():
-                weights = load_weights(model, self._device, dtype, progress)
-        self.weights = weights
-        config = weights.config
-        self.pool = KVPool(config, limits.num_blocks, limits.block_size, self._device, weights.dtype)
-        widest = max(limits.blocks_for(limits.max_model_len), *(width for _, width in limits.captures), 1)
-        most = max(limits.max_num_seqs, *(rows for rows, _ in limits.captures), 1)
-        possible = min(limits.max_num_batched_tokens, limits.max_num_seqs * limits.max_model_len)
-        self._prefill_tokens = min(PREFILL_TOKENS, possible)
-        self.arena = Arena(self._device)
-        self.inputs = StaticInputs(most, widest, self.pool, self._device)
-        with torch.inference_mode():
-            positions = max(limits.max_model_len, widest * limits.block_size)
-            self._decoder = Decoder(weights, self.pool, self.arena, positions)
-            self._measure(most, widest)
-        self.arena.allocate()
-        self.rows = RowState(limits.max_num_seqs, widest, self.pool.trash_block)
-        self.sampler = Sampler(limits.max_num_seqs, config.vocab_size, self._device)
-        self._graphs = graphs_for(self._device)
+        sizes = sizes_of(limits)
+        self._prefill_tokens = sizes.prefill_tokens
+        self.network = make_network(sizes)
+        self.pool = self.network.pool
+        self._device = self.network.device
+        self.inputs = StaticInputs(sizes.rows, sizes.width, self.pool, self._device)
+        self.rows = RowState(limits.max_num_seqs, sizes.width, self.pool.trash_block)
+        self.sampler = Sampler(limits.max_num_seqs, self.network.vocab_size, self._device)
+        self._graphs = self.network.graphs
         self._logits: dict[tuple[int, int], Tensor] = {}  # the output buffer of each captured shape
-
-    # Readings ------------------------------------------------------------------------------------------------------
-
-    @property
-    def probe_summary(self) -> str:
-        """What was measured about reproducible row counts, for the capacity table."""
-        return self.weights.report.summary
 
     @property
     def kv_bytes(self) -> int:
         return self.pool.nbytes
-
-    @property
-    def weight_bytes(self) -> int:
-        return self.weights.nbytes
 
     def rows_state(self) -> tuple[RowView, ...]:
         """Occupied rows with their requests and block tables, ascending."""
@@ -118,21 +78,9 @@ class ModelRunner:
         tokens, table_view = self.inputs.step(*shape)
 
         def step(do: Any) -> None:
-            self._logits[shape] = self._decoder.decode(do, tokens, table_view)
+            self._logits[shape] = self.network.decode(do, tokens, table_view)
 
         self._graphs.record(shape, step)
-
-    def _measure(self, most: int, widest: int) -> None:
-        """Walks through the largest steps without computing, so that the arena knows their sizes."""
-        limits = self.limits
-        decode_tokens, tables = self.inputs.step(most, widest)
-        self._decoder.decode(_nothing, decode_tokens, tables)
-        count = self._prefill_tokens
-        longest = min(count, limits.max_model_len)
-        sampling = torch.zeros(min(count, limits.max_num_seqs), dtype=torch.int64, device=self._device)
-        zeros = torch.zeros(count, dtype=torch.int64, device=self._device)
-        span = Span(0, longest, limits.max_model_len - longest, tables[:1])
-        self._decoder.prefill(_nothing, Tokens(zeros, zeros, zeros), [span], sampling)
 
     # Iterations ----------------------------------------------------------------------------------------------------
 
@@ -178,7 +126,7 @@ class ModelRunner:
             self._graphs.replay(shape)
             return self._logits[shape][: len(rows)]
         tokens, tables = self.inputs.step(*shape)
-        return self._decoder.decode(eagerly, tokens, tables)
+        return self.network.decode(eagerly, tokens, tables)
 
     def _prefill(self, chunks: Sequence[Chunk]) -> list[Tensor]:
         """Logits of the chunks that sample, in order: tensors of [m, vocab]."""
@@ -202,10 +150,65 @@ class ModelRunner:
             spans.append(Span(int(end) - count, count, chunk.start, table))
         last = as_rows([end - 1 for chunk, end in zip(chunks, ends, strict=True) if chunk.samples])
         step = Tokens(*(self._to_device(values) for values in (tokens, positions, self.slots(rows, positions))))
-        return self._decoder.prefill(eagerly, step, spans, self._to_device(last) if len(last) else None)
+        return self.network.prefill(eagerly, step, spans, self._to_device(last) if len(last) else None)
 
     def _to_device(self, values: npt.NDArray[np.int64]) -> Tensor:
         return torch.from_numpy(np.ascontiguousarray(values)).to(self._device)
+
+
+class ModelRunner(PlanRunner):
+    """A model's transformer on one device, behind ``Runner``.
+
+    ``threads`` fixes torch's threads for the whole process: on CPU the bits of a row may depend on their number.
+    ``weights`` lets several runners of one model share what ``load_weights`` made. Raises ``LoadError`` for a bad
+    tensor and ``UnstableMachine`` when no kernel on this machine gives reproducible bits.
+    """
+
+    def __init__(
+        self,
+        model: LoadedModel,
+        limits: Limits,
+        *,
+        device: str | torch.device = "cpu",
+        dtype: torch.dtype = torch.float32,
+        threads: int | None = None,
+        progress: Progress | None = None,
+        weights: Weights | None = None,
+    ) -> None:
+        if threads is not None and threads != torch.get_num_threads():
+            torch.set_num_threads(threads)
+        if weights is None:
+            with torch.inference_mode():
+                weights = load_weights(model, torch.device(device), dtype, progress)
+        self.weights = loaded = weights
+        super().__init__(limits, lambda sizes: Transformer(loaded, sizes))
+
+    @property
+    def probe_summary(self) -> str:
+        """What was measured about reproducible row counts, for the capacity table."""
+        return self.weights.report.summary
+
+    @property
+    def weight_bytes(self) -> int:
+        return self.weights.nbytes
+
+
+def sizes_of(limits: Limits) -> Sizes:
+    """The largest steps that these limits allow."""
+    widest = max(limits.blocks_for(limits.max_model_len), *(width for _, width in limits.captures), 1)
+    possible = min(limits.max_num_batched_tokens, limits.max_num_seqs * limits.max_model_len)
+    batch = min(PREFILL_TOKENS, possible)
+    longest = min(batch, limits.max_model_len)
+    return Sizes(
+        num_blocks=limits.num_blocks,
+        block_size=limits.block_size,
+        rows=max(limits.max_num_seqs, *(rows for rows, _ in limits.captures), 1),
+        width=widest,
+        prefill_tokens=batch,
+        prefill_samples=min(batch, limits.max_num_seqs),
+        positions=max(limits.max_model_len, widest * limits.block_size),
+        span=(limits.max_model_len - longest, longest),
+    )
 
 
 def cut_chunks(chunks: Sequence[Chunk], most: int) -> list[list[Chunk]]:
@@ -231,7 +234,3 @@ def cut_chunks(chunks: Sequence[Chunk], most: int) -> list[list[Chunk]]:
 def _next_position(entry: Any) -> int:
     """The index that the sampled token will occupy."""
     return int(entry.start + len(entry.tokens) if isinstance(entry, Chunk) else entry.position + 1)
-
-
-def _nothing(kernel: Any, *arguments: Any) -> None:
-    """The ``do`` of a step that is only measured."""

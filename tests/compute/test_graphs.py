@@ -46,7 +46,7 @@ def test_replay_runs_nothing_but_the_tape(monkeypatch: pytest.MonkeyPatch) -> No
     """A decode step that replays does not walk through the decoder again."""
     driver = Driver(shared_weights("llama"), rows=2, captures=SHAPES[:4])
     driver.start({0: text(0, 9)})
-    monkeypatch.setattr(driver.runner._decoder, "decode", None)
+    monkeypatch.setattr(driver.runner.network, "decode", None)
     driver.decode({0: (9, 5)}, Replay(2, 40, 1))
 
 
@@ -57,7 +57,7 @@ def test_tapes_of_one_shape_are_small() -> None:
     layers = len(shared_weights("llama").layers)
     assert len(tape.calls) <= 10 + 25 * layers
     # One step's scratch serves all layers: only weights and the pool belong to one layer.
-    buffers = driver.runner.arena._buffers
+    buffers = driver.runner.network.arena._buffers
     assert buffers is not None
     scratch = {buffer.untyped_storage().data_ptr() for buffer in buffers.values()}
     plain = [t for _, arguments in tape.calls for t in arguments if isinstance(t, torch.Tensor) and not t.is_mkldnn]
