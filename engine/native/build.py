@@ -1,0 +1,124 @@
+"""From the C++ sources to a shared object: the system's compiler, once, into the user's cache.
+
+The name of a cached file is a hash of everything that its bytes depend on: sources, flags, the compiler's version and
+the processor's features. It is written under another name first and then renamed, so two processes that build at once
+both find a whole file. A cached file that somebody else could have written is not loaded.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import platform
+import shutil
+import stat
+import subprocess
+import tempfile
+from collections.abc import Sequence
+from pathlib import Path
+
+SOURCES = ("kernels.cpp", "attention.h", "product.h", "pool.h", "simd.h")
+COMPILERS = ("c++", "g++", "clang++")
+FLAGS = ("-std=c++17", "-O3", "-ffp-contract=off", "-fPIC", "-shared", "-pthread")
+TARGET = ("-march=native",)
+_TIMEOUT = 600  # seconds; a build takes a few
+
+
+class BuildError(RuntimeError):
+    """There is no compiler, or it failed; the message is one sentence that says which."""
+
+
+def find_compiler() -> str:
+    """``CXX``, else the first of COMPILERS on PATH. Raises ``BuildError``."""
+    wanted = os.environ.get("CXX", "").strip()
+    for name in (wanted,) if wanted else COMPILERS:
+        if found := shutil.which(name):
+            return found
+    if wanted:
+        raise BuildError(f"CXX is {wanted!r}, but no such program is on PATH")
+    raise BuildError(f"no C++ compiler is on PATH (looked for {', '.join(COMPILERS)}; CXX names another)")
+
+
+def cache_folder() -> Path:
+    """Where shared objects are kept: ``lockstep`` in ``XDG_CACHE_HOME``, by default in the home's ``.cache``."""
+    base = os.environ.get("XDG_CACHE_HOME", "").strip()
+    return (Path(base) if base and Path(base).is_absolute() else Path.home() / ".cache") / "lockstep" / "native"
+
+
+def built(
+    *, folder: Path | None = None, cache: Path | None = None, target: Sequence[str] = TARGET, extra: Sequence[str] = ()
+) -> Path:
+    """The shared object for this machine, compiled now unless it is in ``cache`` already.
+
+    ``folder`` holds the sources; ``target`` are the flags that choose the processor, ``extra`` come after all others.
+    Raises ``BuildError``.
+    """
+    folder = folder or Path(__file__).parent
+    compiler = find_compiler()
+    flags = (*FLAGS, *target, *extra)
+    place = (cache or cache_folder()) / f"kernels-{_key(folder, compiler, flags)}.so"
+    try:
+        place.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+    except OSError as error:
+        raise BuildError(f"the cache folder {place.parent} cannot be made: {error.strerror or error}") from None
+    if foreign := _foreign(place.parent):
+        raise BuildError(f"the cache folder {place.parent} {foreign}, so nothing is loaded from it")
+    if place.exists() and not _foreign(place):
+        return place
+    _compile(compiler, flags, folder, place)
+    return place
+
+
+def _foreign(path: Path) -> str | None:
+    """Why somebody else could have written ``path``; ``None`` if nobody could."""
+    status = path.lstat()
+    if status.st_uid not in (os.geteuid(), 0):
+        return f"belongs to user {status.st_uid}, not to {os.geteuid()}"
+    if status.st_mode & (stat.S_IWGRP | stat.S_IWOTH) and not stat.S_ISLNK(status.st_mode):
+        return "can be written by others"
+    return None
+
+
+def _compile(compiler: str, flags: Sequence[str], folder: Path, place: Path) -> None:
+    handle, name = tempfile.mkstemp(prefix=place.stem, suffix=".tmp", dir=place.parent)
+    os.close(handle)
+    half = Path(name)
+    try:
+        command = [compiler, *flags, str(folder / SOURCES[0]), "-o", str(half)]
+        try:
+            result = subprocess.run(command, capture_output=True, text=True, timeout=_TIMEOUT, check=False)
+        except (OSError, subprocess.TimeoutExpired) as error:
+            raise BuildError(f"{compiler} did not run: {error}") from None
+        if result.returncode != 0:
+            lines = [line for line in result.stderr.splitlines() if "error" in line] or result.stderr.splitlines()
+            raise BuildError(f"{compiler} failed with status {result.returncode}: {(lines or ['no message'])[0]}")
+        half.chmod(0o700)
+        half.replace(place)
+    finally:
+        half.unlink(missing_ok=True)
+
+
+def _key(folder: Path, compiler: str, flags: Sequence[str]) -> str:
+    digest = hashlib.sha256()
+    for name in SOURCES:
+        digest.update((folder / name).read_bytes())
+    for part in (*flags, compiler, _version(compiler), platform.machine(), processor()):
+        digest.update(b"\0" + part.encode())
+    return digest.hexdigest()[:24]
+
+
+def _version(compiler: str) -> str:
+    try:
+        return subprocess.run([compiler, "--version"], capture_output=True, text=True, timeout=30, check=False).stdout
+    except (OSError, subprocess.TimeoutExpired) as error:
+        raise BuildError(f"{compiler} did not run: {error}") from None
+
+
+def processor() -> str:
+    """What -march=native depends on: the processor's model and its features, as the kernel lists them."""
+    info = Path("/proc/cpuinfo")
+    if not info.exists():
+        return platform.processor()
+    wanted = ("vendor_id", "cpu family", "model", "model name", "flags", "Features", "CPU part")
+    lines = info.read_text(encoding="utf-8", errors="replace").split("\n\n")[0].splitlines()
+    return "\n".join(line for line in lines if line.partition(":")[0].strip() in wanted)

@@ -1,0 +1,307 @@
+// The kernels of a decoder step, behind three C functions: pack a weight, make a pool, run a tape.
+//
+// A tape is an array of records of 32 eight-byte words: the kernel's number, then its arguments, addresses frozen and
+// values live. Running it is one call, whoever recorded it, so a step costs no interpreter time between its kernels. No
+// result depends on threads, on how many rows a call has, or on what lies beside a row.
+
+#include "pool.h"
+#include "product.h"
+#include "attention.h"
+
+namespace {
+
+enum Type : int64_t { TYPE_F32, TYPE_BF16, TYPE_F16, TYPE_Q8_0, TYPE_Q4_0, TYPE_Q4_1 };
+enum Kind : int64_t { EMBED, NORM, LINEAR, ROTATE, ATTEND, SILU_MUL };
+
+constexpr int64_t WORDS = 32;
+constexpr int64_t SMALL = 1 << 14;  // multiply-adds or moved numbers below which nobody is woken
+
+struct Record {
+    int64_t kind;
+    int64_t words[WORDS - 1];
+};
+
+// Embedding -----------------------------------------------------------------------------------------------------------
+
+struct Embed {
+    const int64_t* tokens;
+    const uint8_t* w;
+    int64_t type, count, n, k;
+    float* out;  // [count][k]
+};
+
+template <class T>
+void embed_row(const Embed& a, int64_t token, float* out) {
+    const uint8_t* panel = a.w + token / LANES * (a.k / T::GROUP * T::BYTES);
+    float lanes[32 * LANES];
+    constexpr int64_t PIECE = T::GROUP == 1 ? 1 : 32;
+    for (int64_t k = 0; k < a.k; k += PIECE) {
+        expand<T>(panel, k / T::GROUP, PIECE, lanes);
+        for (int64_t i = 0; i < PIECE; ++i) out[k + i] = lanes[i * LANES + token % LANES];
+    }
+}
+
+void embed(const void* job, int64_t i, Scratch&) {
+    const Embed& a = *static_cast<const Embed*>(job);
+    int64_t token = a.tokens[i];
+    float* out = a.out + i * a.k;
+    if (token < 0 || token >= a.n) {  // not a row of the table: nothing is read, and it shows
+        for (int64_t k = 0; k < a.k; ++k) out[k] = NAN;
+        return;
+    }
+    switch (a.type) {
+        case TYPE_F32: return embed_row<F32>(a, token, out);
+        case TYPE_BF16: return embed_row<BF16>(a, token, out);
+        case TYPE_F16: return embed_row<F16>(a, token, out);
+        case TYPE_Q8_0: return embed_row<Q8_0>(a, token, out);
+        case TYPE_Q4_0: return embed_row<Q4_0>(a, token, out);
+        case TYPE_Q4_1: return embed_row<Q4_1>(a, token, out);
+    }
+}
+
+// RMSNorm, with the addition to the residual stream before it ---------------------------------------------------------
+
+// x / sqrt(mean(x ** 2) + eps) * weight; squares are summed in 16 lanes, then over the lanes.
+void normalise(const float* x, const float* weight, int64_t n, float eps, float* out) {
+    V16 square = zero16();
+    for (int64_t i = 0; i < n; i += LANES) {
+        V16 v = load16(x + i, n - i);
+        square = fma(v, v, square);
+    }
+    V16 scale = set16(1.0f / std::sqrt(sum_lanes(square) / float(n) + eps));
+    for (int64_t i = 0; i < n; i += LANES)
+        store16(out + i, mul(mul(load16(x + i, n - i), scale), load16(weight + i, n - i)), n - i);
+}
+
+struct Norm {
+    float* x;            // [.][n], the residual stream; x += delta where there is a delta
+    const float* delta;  // [.][n] or null
+    const float* weight;
+    const int64_t* chosen;  // rows of x and delta, or null: row i
+    float* out;             // [rows][n]
+    int64_t rows, n, limit;  // limit: rows that x has
+    double eps;
+};
+
+void norm(const void* job, int64_t i, Scratch&) {
+    const Norm& a = *static_cast<const Norm*>(job);
+    int64_t row = a.chosen == nullptr ? i : a.chosen[i];
+    float* out = a.out + i * a.n;
+    if (row < 0 || row >= a.limit) {
+        for (int64_t k = 0; k < a.n; ++k) out[k] = NAN;
+        return;
+    }
+    float* x = a.x + row * a.n;
+    if (a.delta != nullptr && a.chosen == nullptr) {
+        const float* delta = a.delta + row * a.n;
+        for (int64_t k = 0; k < a.n; k += LANES)
+            store16(x + k, add(load16(x + k, a.n - k), load16(delta + k, a.n - k)), a.n - k);
+    } else if (a.delta != nullptr) {  // a row may be chosen twice, so the stream itself stays as it is
+        const float* delta = a.delta + row * a.n;
+        for (int64_t k = 0; k < a.n; k += LANES)
+            store16(out + k, add(load16(x + k, a.n - k), load16(delta + k, a.n - k)), a.n - k);
+        x = out;
+    }
+    normalise(x, a.weight, a.n, float(a.eps), out);
+}
+
+// Linear --------------------------------------------------------------------------------------------------------------
+
+struct LinearJob {
+    Linear linear;
+    int64_t type;
+};
+
+int64_t panels_per_unit(const Linear& a) { return a.rows == 1 ? ALONE : PANELS; }
+
+int64_t linear_units(const Linear& a) {
+    int64_t panels = (a.n + LANES - 1) / LANES, per = panels_per_unit(a);
+    return (panels + per - 1) / per;
+}
+
+void linear(const void* job, int64_t unit, Scratch& scratch) {
+    const LinearJob& a = *static_cast<const LinearJob*>(job);
+    int64_t panels = (a.linear.n + LANES - 1) / LANES, per = panels_per_unit(a.linear), first = unit * per;
+    if (panels - first < per) per = panels - first;
+    float* room = scratch.floats(PANELS * K_PIECE * LANES);
+    switch (a.type) {
+        case TYPE_F32: return linear_tile<F32>(a.linear, first, per, room);
+        case TYPE_BF16: return linear_tile<BF16>(a.linear, first, per, room);
+        case TYPE_F16: return linear_tile<F16>(a.linear, first, per, room);
+        case TYPE_Q8_0: return linear_tile<Q8_0>(a.linear, first, per, room);
+        case TYPE_Q4_0: return linear_tile<Q4_0>(a.linear, first, per, room);
+        case TYPE_Q4_1: return linear_tile<Q4_1>(a.linear, first, per, room);
+    }
+}
+
+// After the product of q, k and v: norms of heads, rotation, K/V write ------------------------------------------------
+
+struct Rotate {
+    float* qkv;  // [tokens][ld]: heads of q, of k, of v; q is left rotated here
+    const int64_t* positions;
+    const int64_t* slots;  // cache row of head 0 of each token
+    const float* cos;      // [length][dim], sin with the sign of the rotation in its first half
+    const float* sin;
+    const float* q_norm;  // [dim] or null
+    const float* k_norm;
+    uint8_t* pool;  // one layer, see attention.h
+    int64_t tokens, ld, length, heads, kv_heads, dim, block_size, value_offset, rows, bf16;
+    double eps;
+};
+
+void rotate_head(const float* x, const float* cos, const float* sin, int64_t dim, float* out) {
+    const int64_t half = dim / 2;
+    for (int64_t i = 0; i < half; ++i) {
+        float first = x[i], second = x[i + half];
+        out[i] = first * cos[i] + second * sin[i];
+        out[i + half] = second * cos[i + half] + first * sin[i + half];
+    }
+}
+
+void write_row(const Rotate& a, int64_t row, const float* x) {
+    if (!a.bf16) {
+        std::memcpy(a.pool + row * a.dim * 4, x, size_t(a.dim) * 4);
+        return;
+    }
+    uint16_t* out = reinterpret_cast<uint16_t*>(a.pool) + row * a.dim;
+    for (int64_t i = 0; i < a.dim; ++i) out[i] = float_to_bf16(x[i]);
+}
+
+void rotate(const void* job, int64_t token, Scratch& scratch) {
+    const Rotate& a = *static_cast<const Rotate*>(job);
+    float* head = scratch.floats(2 * a.dim);
+    float* turned = head + a.dim;
+    float* qkv = a.qkv + token * a.ld;
+    int64_t position = a.positions[token], slot = a.slots[token];
+    if (position < 0 || position >= a.length || slot < 0 || slot + (a.kv_heads - 1) * a.block_size >= a.value_offset) {
+        for (int64_t i = 0; i < a.heads * a.dim; ++i) qkv[i] = NAN;  // out of the pool: nothing is written, and it shows
+        return;
+    }
+    const float *cos = a.cos + position * a.dim, *sin = a.sin + position * a.dim;
+    for (int64_t h = 0; h < a.heads + a.kv_heads; ++h) {
+        float* x = qkv + h * a.dim;
+        const float* weight = h < a.heads ? a.q_norm : a.k_norm;
+        if (weight != nullptr)
+            normalise(x, weight, a.dim, float(a.eps), head);
+        else
+            std::memcpy(head, x, size_t(a.dim) * 4);
+        rotate_head(head, cos, sin, a.dim, turned);
+        if (h < a.heads)
+            std::memcpy(x, turned, size_t(a.dim) * 4);
+        else
+            write_row(a, slot + (h - a.heads) * a.block_size, turned);
+    }
+    const float* values = qkv + (a.heads + a.kv_heads) * a.dim;
+    for (int64_t h = 0; h < a.kv_heads; ++h)
+        write_row(a, slot + h * a.block_size + a.value_offset, values + h * a.dim);
+}
+
+// SiLU(gate) * up -----------------------------------------------------------------------------------------------------
+
+struct SiluMul {
+    const float* gate_up;  // [rows][2 n]
+    float* out;            // [rows][n]
+    int64_t rows, n;
+};
+
+void silu_mul(const void* job, int64_t row, Scratch&) {
+    const SiluMul& a = *static_cast<const SiluMul*>(job);
+    const float *gate = a.gate_up + row * 2 * a.n, *up = gate + a.n;
+    const V16 one = set16(1.0f);
+    for (int64_t i = 0; i < a.n; i += LANES) {
+        V16 g = load16(gate + i, a.n - i);
+        V16 sigmoid_inverse = add(one, exp16(sub(zero16(), g)));
+        store16(a.out + row * a.n + i, mul(div(g, sigmoid_inverse), load16(up + i, a.n - i)), a.n - i);
+    }
+}
+
+void attend_unit(const void* job, int64_t unit, Scratch& scratch) {
+    attend(*static_cast<const Attention*>(job), unit, scratch);
+}
+
+// The tape ------------------------------------------------------------------------------------------------------------
+
+template <class T>
+const T& arguments(const Record& record) {
+    static_assert(sizeof(T) <= sizeof record.words);
+    return *reinterpret_cast<const T*>(record.words);
+}
+
+void run_one(Pool& pool, const Record& record) {
+    switch (record.kind) {
+        case EMBED: {
+            const auto& a = arguments<Embed>(record);
+            return pool.run(embed, &a, a.count, a.count * a.k < SMALL);
+        }
+        case NORM: {
+            const auto& a = arguments<Norm>(record);
+            return pool.run(norm, &a, a.rows, a.rows * a.n < SMALL);
+        }
+        case LINEAR: {
+            const auto& a = arguments<LinearJob>(record);
+            return pool.run(linear, &a, linear_units(a.linear), a.linear.rows * a.linear.n * a.linear.k < SMALL);
+        }
+        case ROTATE: {
+            const auto& a = arguments<Rotate>(record);
+            return pool.run(rotate, &a, a.tokens, a.tokens * a.ld < SMALL);
+        }
+        case ATTEND: {
+            const auto& a = arguments<Attention>(record);
+            return pool.run(attend_unit, &a, attention_units(a), a.tokens * a.heads * a.dim < SMALL / 16);
+        }
+        case SILU_MUL: {
+            const auto& a = arguments<SiluMul>(record);
+            return pool.run(silu_mul, &a, a.rows, a.rows * a.n < SMALL);
+        }
+    }
+}
+
+}  // namespace
+
+extern "C" {
+
+// 512, 256 or 0: the vectors that this build uses.
+int lockstep_vector_bits() {
+#if LANES_AVX512
+    return 512;
+#elif LANES_AVX2
+    return 256;
+#else
+    return 0;
+#endif
+}
+
+int64_t lockstep_packed_bytes(int64_t type, int64_t n, int64_t k) {
+    const int64_t panels = (n + LANES - 1) / LANES;
+    switch (type) {
+        case TYPE_F32: return panels * k * F32::BYTES;
+        case TYPE_BF16: return panels * k * BF16::BYTES;
+        case TYPE_F16: return panels * k * F16::BYTES;
+        case TYPE_Q8_0: return panels * (k / 32) * Q8_0::BYTES;
+        case TYPE_Q4_0: return panels * (k / 32) * Q4_0::BYTES;
+        case TYPE_Q4_1: return panels * (k / 32) * Q4_1::BYTES;
+    }
+    return -1;
+}
+
+void lockstep_pack(int64_t type, const uint8_t* src, int64_t n, int64_t k, uint8_t* out) {
+    switch (type) {
+        case TYPE_F32: return pack_floats(src, n, k, 4, out);
+        case TYPE_BF16: case TYPE_F16: return pack_floats(src, n, k, 2, out);
+        case TYPE_Q8_0: return pack_groups(src, n, k, 1, false, out);
+        case TYPE_Q4_0: return pack_groups(src, n, k, 1, true, out);
+        case TYPE_Q4_1: return pack_groups(src, n, k, 2, true, out);
+    }
+}
+
+void* lockstep_pool(int threads) { return new Pool(threads < 1 ? 1 : threads); }
+
+void lockstep_close(void* pool) { delete static_cast<Pool*>(pool); }
+
+void lockstep_run(void* pool, const void* tape, int64_t count) {
+    Pool& threads = *static_cast<Pool*>(pool);
+    std::lock_guard<std::mutex> one_at_a_time(threads.mutex());
+    const Record* records = static_cast<const Record*>(tape);
+    for (int64_t i = 0; i < count; ++i) run_one(threads, records[i]);
+}
+}
