@@ -1,7 +1,7 @@
 """The rules of SPEC.md as a program; numbers in comments are its clauses.
 
 Two things are kept: the live requests, and what published blocks hold. Queue, batch, free rows, and which blocks are
-blank, cached or shared are derived on each look, so nothing can leak, be lost or go stale; speed is no aim.
+blank, cached or shared are derived on each look, so nothing can leak, be lost or go stale.
 """
 
 from __future__ import annotations
@@ -83,46 +83,46 @@ class Model:
         if self.budget < self.rows:
             raise ValueError(f"budget is {self.budget}, it must be at least rows, {self.rows}")  # 9.1
         self.captures = tuple(self.captures)
-        self._live: dict[int, Request] = {}
+        self._live: dict[int, Request] = {}  # in order
         self._aborts: set[int] = set()
         self._numbers = 0
         self._iterations = 0
         # 10.1, 10.2: a stack orders its content by the time of each item's last push, and taking the top changes nobody
-        # else's place. So the time of each block's last push is all that has to be remembered; whether a block is blank
-        # is read off the tables. Before any push, block 0 counts as the latest. 10.4 reads the same times from the
-        # other end. The time of a release after which the block is still shared is overwritten before it is read.
-        self._pushed_at = {block: -block for block in range(self.blocks)}
-        self._pushes = 0
+        # else's place. So the order of each block's last push is all that has to be remembered; whether a block is blank
+        # is read off the tables. Before any push, block 0 counts as the latest. 10.4 reads the same order from the
+        # other end. The place after a release by which the block is still shared is overwritten before it is read.
+        self._pushed = dict.fromkeys(reversed(range(self.blocks)))  # all blocks, the earliest push first
         self._content: dict[int, Content] = {}  # of published blocks; not derivable, since it outlives its owners
 
     # -- what is derived ---------------------------------------------------------------------------------------------
 
     def _ordered(self) -> list[Request]:
-        return sorted(self._live.values(), key=lambda r: r.rank)
+        return list(self._live.values())
 
     def _waiting(self) -> list[Request]:
-        return [r for r in self._ordered() if r.row is None]  # 2.2
+        return [r for r in self._live.values() if r.row is None]  # 2.2
 
     def _running(self) -> list[Request]:
-        return [r for r in self._ordered() if r.row is not None]
+        return [r for r in self._live.values() if r.row is not None]
 
     def _decoding(self) -> list[Request]:
         return [r for r in self._running() if r.decoding]
 
     def _free_rows(self) -> list[int]:
-        return sorted(set(range(self.rows)) - {r.row for r in self._running() if r.row is not None})
+        return sorted(set(range(self.rows)).difference(r.row for r in self._running()))
 
-    def _references(self) -> Counter[int]:
-        return Counter(block for r in self._live.values() for block in r.table)
+    def _held(self) -> list[int]:
+        return [block for r in self._live.values() for block in r.table]  # a shared block once for each table
 
     def _freed(self) -> list[int]:
-        return sorted(set(range(self.blocks)) - self._references().keys(), key=self._pushed_at.__getitem__)
+        held = set(self._held())
+        return [block for block in self._pushed if block not in held]
 
     def _blank(self) -> list[int]:
         return [block for block in reversed(self._freed()) if block not in self._content]  # 10.1
 
     def _cached(self) -> list[int]:
-        return [block for block in self._freed() if block in self._content]  # 10.4
+        return [block for block in self._freed() if block in self._content] if self._content else []  # 10.4
 
     def _free(self) -> list[int]:
         return self._blank() + self._cached()  # 10.4
@@ -159,22 +159,22 @@ class Model:
 
     def state(self) -> dict[str, Any]:
         """What holds now; the observation point is after a step."""
-        running = self._running()
+        live, running = self._ordered(), self._running()
         state: dict[str, Any] = {
             "waiting": [r.number for r in self._waiting()],
             "running": [r.number for r in running],
             "tables": {r.number: tuple(r.table) for r in running},
             "rows": {r.number: r.row for r in running},
-            "computed": {r.number: r.computed for r in self._ordered()},
-            "num_tokens": {r.number: len(r.tokens) for r in self._ordered()},
-            "status": {r.number: r.status for r in self._ordered()},
+            "computed": {r.number: r.computed for r in live},
+            "num_tokens": {r.number: len(r.tokens) for r in live},
+            "status": {r.number: r.status for r in live},
             "blank": self._blank(),
         }
         if self.prefix_cache:  # 11.1
             state |= {
                 "cached": self._cached(),
                 "published": dict(self._content),
-                "references": dict(self._references()),
+                "references": dict(Counter(self._held())),
             }
         return state
 
@@ -214,8 +214,8 @@ class Model:
             if refused:
                 raise Refused(reason, detail)
         for i in numbers:
-            tokens = list(prompt)
-            self._live[i] = Request(i, priority, len(prompt), limit, stop_ids, min_tokens, tokens, salt, takes_hits)
+            self._live[i] = Request(i, priority, len(prompt), limit, stop_ids, min_tokens, [*prompt], salt, takes_hits)
+        self._live = dict(sorted(self._live.items(), key=lambda item: item[1].rank))  # 2.1: a rank never changes
         return numbers
 
     def abort(self, request: int) -> None:
@@ -268,8 +268,8 @@ class Model:
 
     def _release(self, request: Request) -> None:
         for block in reversed(request.table):  # 4.2, 10.2
-            self._pushes += 1
-            self._pushed_at[block] = self._pushes
+            del self._pushed[block]
+            self._pushed[block] = None  # now the latest
         request.table.clear()
         request.row = None
 
@@ -326,10 +326,11 @@ class Model:
             chunks.append((request, request.computed, min(left, len(request.tokens) - request.computed)))
             left -= chunks[-1][2]
         decodes = [(r, len(r.tokens) - 1, 1) for r in self._decoding()]  # 9.7
-        while self._waiting() and self._free_rows() and left > 0:  # 8.1
-            head = self._waiting()[0]
+        for head in self._waiting():  # 8.1
+            if not self._free_rows() or left <= 0:
+                break
             hits, missed = self._hits(head)
-            if missed in [content for _, content in self._filled(chunks + decodes)]:
+            if missed in [content for _, content in self._filled(chunks + decodes if missed else ())]:
                 break  # 8.7
             need = self._blocks_for(len(head.tokens))
             if not self._fits(need, hits):

@@ -59,7 +59,7 @@ def clone(model: Model) -> Model:
     other = copy.copy(model)
     other._live = {i: replace(r, tokens=list(r.tokens), table=list(r.table)) for i, r in model._live.items()}
     other._aborts = set(model._aborts)
-    other._pushed_at = dict(model._pushed_at)
+    other._pushed = dict(model._pushed)
     other._content = dict(model._content)
     return other
 

@@ -40,11 +40,12 @@ class EvictsOwnHits(Model):
         self._unreferenced = hits
         return hits, missed
 
-    def _references(self) -> Any:
-        references = super()._references()
-        for r in self._live.values():
-            references.subtract(self._unreferenced if r.table and r.row is None else ())
-        return +references
+    def _held(self) -> list[int]:
+        held = super()._held()
+        for request in self._live.values():
+            for block in self._unreferenced if request.table and request.row is None else ():
+                held.remove(block)
+        return held
 
 
 def own_hits(model: Model) -> tuple[int, ...]:

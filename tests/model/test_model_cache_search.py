@@ -123,8 +123,8 @@ def test_random_workloads_drain_with_the_cache() -> None:
 class EvictsOwnHits(Model):
     """Takes new blocks before it references its hits."""
 
-    def _references(self) -> Counter[int]:
-        return Counter(block for r in self._live.values() if r.row is not None for block in r.table)
+    def _held(self) -> list[int]:
+        return [block for r in self._live.values() if r.row is not None for block in r.table]
 
 
 class ChargesNoHit(Model):
