@@ -12,8 +12,11 @@ from __future__ import annotations
 import importlib
 import inspect
 import textwrap
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from contextvars import ContextVar
 from typing import Any
+from unittest.mock import patch
 
 import attrs
 
@@ -32,6 +35,9 @@ AREAS = (
     "streaming",
 )
 OWN, OUTSIDER = "own", "outsider"  # sources that are no public report
+
+
+_ARMED: ContextVar[tuple[Change, ...]] = ContextVar("armed", default=())  # what stood there before
 
 
 class Faded(Exception):
@@ -65,7 +71,27 @@ class Fault:
 
 def in_area(area: str, *faults: Fault, rung: str | None = None) -> tuple[Fault, ...]:
     """The faults of one file: their area, and their rung where it is not each fault's own."""
-    return tuple(attrs.evolve(fault, area=area, **({} if rung is None else {"rung": rung})) for fault in faults)
+    return tuple(attrs.evolve(fault, area=area, rung=rung or fault.rung) for fault in faults)
+
+
+@contextmanager
+def arm(change: Change) -> Iterator[None]:
+    owner, name, value = change
+    before = _ARMED.set((*_ARMED.get(), (owner, name, inspect.getattr_static(owner, name))))
+    try:
+        with patch.object(owner, name, value):
+            yield
+    finally:
+        _ARMED.reset(before)
+
+
+@contextmanager
+def disarmed() -> Iterator[None]:
+    """The engine as it is, whatever is armed around it: for an oracle that runs engine code and must not err with it."""
+    with ExitStack() as stack:
+        for owner, name, original in reversed(_ARMED.get()):
+            stack.enter_context(patch.object(owner, name, original))
+        yield
 
 
 def line(owner: Owner, name: str, old: str, new: str) -> Callable[[], Change]:

@@ -130,6 +130,7 @@ def _unusual(
         (prompt, 100),
         (prompt, None),
         ((*prompt, ("a", 70)), 1),
+        ((("d", 63),), 1),  # fills the context to its last position
     )
 
 
