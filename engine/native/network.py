@@ -1,0 +1,164 @@
+"""The decoder on native kernels, as a ``Network``: Llama, Mistral, Qwen2 and Qwen3 by ``ModelConfig``.
+
+    x = embedding[tokens]
+    each layer:  x += output(attention(rotate(qkv(norm(x)))))      keys and values are written to the pool on the way
+                 x += down(silu(gate(norm(x))) * up(norm(x)))
+    logits = head(norm(x)), only for rows that sample
+
+The addition to x is done by the norm that follows it. Lengths are read from ``positions`` when a step runs, so what a step
+costs follows the contexts and not the width that it was recorded with. Decode and prefill differ in one argument of
+attention: a table for each row, or one table for all rows of a span.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any, TypeVar
+
+import attrs
+import torch
+from torch import Tensor
+
+from engine.compute.arena import Arena
+from engine.compute.graphs import Do, eagerly
+from engine.compute.kv import KVPool
+from engine.compute.network import Sizes, Span, Tokens
+from engine.compute.rope import rope_tables
+from engine.native.kernels import HeadLayout, Kernels
+from engine.native.library import Pool
+from engine.native.tape import NativeGraphs, NativeTape
+from engine.native.weights import Layer, Linear, NativeWeights
+
+T = TypeVar("T")
+Attend = Callable[[Do, Tensor, int | None], None]  # do, one layer of the pool, window
+
+
+@attrs.frozen(eq=False)
+class _Buffers:
+    hidden: Tensor
+    normed: Tensor
+    qkv: Tensor
+    attended: Tensor
+    delta: Tensor
+    gate_up: Tensor
+    activated: Tensor
+
+
+class NativeNetwork:
+    """Steps over one cache and one arena; ``threads`` may be shared by several networks."""
+
+    def __init__(self, weights: NativeWeights, sizes: Sizes, threads: Pool) -> None:
+        config = self._config = weights.config
+        self._weights, self._kernels = weights, Kernels(threads)
+        self.vocab_size = config.vocab_size
+        self.device = torch.device("cpu")
+        self.pool = KVPool(config, sizes.num_blocks, sizes.block_size, self.device, torch.float32)
+        self.graphs = NativeGraphs()
+        blocks = self.pool.layers[0].shape[1]
+        self._heads = HeadLayout(config.num_heads, config.num_kv_heads, config.head_dim, sizes.block_size, blocks)
+        self._rope = rope_tables(config, sizes.positions)
+        self.arena = Arena(self.device)
+        self._measure(sizes)
+        self.arena.allocate()
+
+    def decode(self, do: Do, step: Tokens, tables: Tensor) -> Tensor:
+        """One token for each of R requests with block tables [R, W]; returns the buffer of logits [R, vocab]."""
+        return _together(do, lambda do: self._decode(do, step, tables))
+
+    def prefill(self, do: Do, step: Tokens, spans: Sequence[Span], sampling: Tensor | None) -> Tensor | None:
+        """Runs of positions of several requests at once; logits [m, vocab] of the tokens ``sampling`` [m]."""
+        return _together(do, lambda do: self._prefill(do, step, spans, sampling))
+
+    def _decode(self, do: Do, step: Tokens, tables: Tensor) -> Tensor:
+        buffers = self._buffers(len(step.tokens))
+
+        def attend(do: Do, cache: Tensor, window: int | None) -> None:
+            positions = step.positions
+            do(self._kernels.attend, self._heads, buffers.qkv, positions, tables, cache, window, buffers.attended)
+
+        self._layers(do, step, buffers, attend)
+        return self._logits(do, buffers, None, "logits")
+
+    def _prefill(self, do: Do, step: Tokens, spans: Sequence[Span], sampling: Tensor | None) -> Tensor | None:
+        buffers = self._buffers(len(step.tokens))
+
+        def attend(do: Do, cache: Tensor, window: int | None) -> None:
+            for span in spans:
+                part = slice(span.first, span.first + span.count)
+                rows = (buffers.qkv[part], step.positions[part], span.table, cache, window, buffers.attended[part])
+                do(self._kernels.attend, self._heads, *rows)
+
+        self._layers(do, step, buffers, attend)
+        return None if sampling is None else self._logits(do, buffers, sampling, "prefill logits")
+
+    def _layers(self, do: Do, step: Tokens, buffers: _Buffers, attend: Attend) -> None:
+        """All layers; what the last one adds to the residual stream is left in ``delta``."""
+        kernels, eps = self._kernels, self._config.rms_norm_eps
+        do(kernels.embed, self._weights.embedding, step.tokens, buffers.hidden)
+        delta: Tensor | None = None
+        for layer, cache in zip(self._weights.layers, self.pool.layers, strict=True):
+            do(kernels.norm, layer.input_norm, eps, buffers.hidden, delta, None, buffers.normed)
+            self._linear(do, layer.qkv, buffers.normed, buffers.qkv)
+            where = (step.positions, step.slots)
+            do(kernels.rotate, self._heads, buffers.qkv, where, self._rope, layer.qk_norms, cache)
+            attend(do, cache, layer.window)
+            self._linear(do, layer.output, buffers.attended, buffers.delta)
+            self._mlp(do, layer, buffers)
+            delta = buffers.delta
+
+    def _mlp(self, do: Do, layer: Layer, buffers: _Buffers) -> None:
+        norm = (layer.post_norm, self._config.rms_norm_eps, buffers.hidden, buffers.delta, None, buffers.normed)
+        do(self._kernels.norm, *norm)
+        self._linear(do, layer.gate_up, buffers.normed, buffers.gate_up)
+        do(self._kernels.silu_mul, buffers.gate_up, buffers.activated)
+        self._linear(do, layer.down, buffers.activated, buffers.delta)
+
+    def _linear(self, do: Do, linear: Linear, x: Tensor, out: Tensor) -> None:
+        for part in linear.parts:
+            columns = out[:, part.column : part.column + part.weight.n]
+            do(self._kernels.linear, part.weight, part.bias, x, columns)
+
+    def _logits(self, do: Do, buffers: _Buffers, chosen: Tensor | None, name: str) -> Tensor:
+        rows = len(buffers.hidden) if chosen is None else len(chosen)
+        normed = self.arena.take("head normed", rows, self._config.hidden_size)
+        logits = self.arena.take(name, rows, self._config.vocab_size)
+        norm = (self._weights.final_norm, self._config.rms_norm_eps, buffers.hidden, buffers.delta, chosen, normed)
+        do(self._kernels.norm, *norm)
+        do(self._kernels.linear, self._weights.head, None, normed, logits)
+        return logits
+
+    def _buffers(self, n: int) -> _Buffers:
+        config, take = self._config, self.arena.take
+        return _Buffers(
+            hidden=take("hidden", n, config.hidden_size),
+            normed=take("normed", n, config.hidden_size),
+            qkv=take("qkv", n, self._heads.width),
+            attended=take("attended", n, config.num_heads * config.head_dim),
+            delta=take("delta", n, config.hidden_size),
+            gate_up=take("gate up", n, 2 * config.intermediate_size),
+            activated=take("activated", n, config.intermediate_size),
+        )
+
+    def _measure(self, sizes: Sizes) -> None:
+        """Walks through the largest steps without computing, so that the arena knows their sizes."""
+
+        def zeros(*shape: int) -> Tensor:
+            return torch.zeros(shape, dtype=torch.int64)
+
+        self._decode(_nothing, Tokens(*(zeros(sizes.rows) for _ in range(3))), zeros(sizes.rows, sizes.width))
+        step = Tokens(*(zeros(sizes.prefill_tokens) for _ in range(3)))
+        self._prefill(_nothing, step, [], zeros(sizes.prefill_samples))
+
+
+def _together(do: Do, calls: Callable[[Do], T]) -> T:
+    """A step that is not recorded is a tape that is run once: one native call instead of hundreds."""
+    if do is not eagerly:
+        return calls(do)
+    tape = NativeTape()
+    result = calls(tape.do)
+    tape.replay()
+    return result
+
+
+def _nothing(kernel: Any, *arguments: Any) -> None:
+    """The ``do`` of a step that is only measured."""

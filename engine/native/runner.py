@@ -1,0 +1,66 @@
+"""A model's decoder on native kernels, behind ``Runner``; and whether this machine can have it."""
+
+from __future__ import annotations
+
+import functools
+import os
+
+from engine.compute.runner import PlanRunner
+from engine.control.limits import Limits
+from engine.loading.model import LoadedModel
+from engine.native.build import BuildError, built
+from engine.native.library import Library, Pool
+from engine.native.network import NativeNetwork
+from engine.native.weights import NativeWeights, Progress, load_native
+
+
+@functools.cache
+def library() -> Library:
+    """The kernels for this machine, compiled now if they are not cached. Raises ``BuildError``."""
+    path = built()
+    try:
+        return Library(path)
+    except (OSError, AttributeError) as error:
+        raise BuildError(f"{path} cannot be loaded: {error}") from None
+
+
+class NativeRunner(PlanRunner):
+    """``threads`` computes on that many threads (by default one for each core that this process may use).
+
+    ``weights`` lets several runners of one model share what ``load_native`` made, ``pool`` their threads. Raises
+    ``BuildError`` without a working compiler and ``LoadError`` for a bad tensor.
+    """
+
+    def __init__(
+        self,
+        model: LoadedModel,
+        limits: Limits,
+        *,
+        threads: int | None = None,
+        progress: Progress | None = None,
+        weights: NativeWeights | None = None,
+        pool: Pool | None = None,
+    ) -> None:
+        self.weights = loaded = load_native(model, library(), progress) if weights is None else weights
+        self.threads = shared = loaded.library.pool(threads or cores()) if pool is None else pool
+        super().__init__(limits, lambda sizes: NativeNetwork(loaded, sizes, shared))
+
+    @property
+    def compute(self) -> str:
+        """Name of the compute path, for people: what the bytes of an answer depend on."""
+        bits = self.weights.library.vector_bits
+        vectors = f"{bits}-bit vectors" if bits else "vectors by the compiler"
+        return f"native, {vectors}"
+
+    @property
+    def probe_summary(self) -> str:
+        types = ", ".join(f"{kind} {size / 2**20:.0f} MiB" for kind, size in sorted(self.weights.types.items()))
+        return f"by construction, one order of summation for any rows and threads; weights: {types}"
+
+    @property
+    def weight_bytes(self) -> int:
+        return self.weights.nbytes
+
+
+def cores() -> int:
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
