@@ -9,7 +9,9 @@ from pathlib import Path
 import pytest
 
 import properties
+from engine.control.limits import Limits
 from engine.trace import Shape, Submit, Workload
+from properties.arming import arm, disarmed, line
 from properties.lockstep import run
 from properties.rung_ledger import LedgerRung
 from properties.rungs import RUNGS
@@ -64,3 +66,18 @@ def test_the_rung_s_oracle_feeds_the_specification_and_judges_the_callers() -> N
         assert found is not None
         assert found.check == check
     assert run(TWO, make_rung=lying, checks=frozenset({"tokens"})).first.iteration == 3  # type: ignore[union-attr]
+
+
+def test_an_oracle_can_run_the_engine_as_it_is_while_a_fault_is_armed() -> None:
+    owed = Limits.blocks_for
+    wrong = line(
+        "engine.control.limits:Limits", "blocks_for", "-(-tokens // self.block_size)", "tokens // self.block_size"
+    )
+    with arm(wrong()), arm((Limits, "blocks_for", "twice")):
+        assert Limits.blocks_for == "twice"
+        with disarmed():
+            assert Limits.blocks_for is owed
+        assert Limits.blocks_for == "twice"
+    assert Limits.blocks_for is owed
+    with disarmed():
+        assert Limits.blocks_for is owed
