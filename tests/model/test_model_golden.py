@@ -1,8 +1,8 @@
 """Golden traces: whole observation sequences, written by hand from SPEC.md, that the model must reproduce.
 
 The traces in golden/ are never regenerated. A step lists what it does; what is not listed did not happen. Each expected
-line, the door's answer to a submission included, cites the clauses it follows from. The token of a request's k-th sampling is 10 * request + k throughout.
-`published` is the step's, `content` the state's `published`.
+line, the door's answer to a submission included, cites the clauses it follows from. The token of a request's k-th sampling
+is 10 * request + k throughout. `published` is the step's, `content` the state's `published`.
 """
 
 from __future__ import annotations
