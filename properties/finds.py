@@ -14,9 +14,10 @@ from properties.lockstep import Run
 from properties.report import report
 
 
-def replay_command(path: Path, found: Finding, fault: str | None = None) -> str:
+def replay_command(path: Path, found: Finding | None, fault: str | None = None) -> str:
     arm = f" --arm {fault}" if fault else ""
-    return f"python -m properties replay {path}{arm} --until {found.iteration}"
+    until = "" if found is None else f" --until {found.iteration}"
+    return f"python -m properties replay {path}{arm}{until}"
 
 
 def keep(

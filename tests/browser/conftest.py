@@ -1,0 +1,50 @@
+"""A headless Chromium for the tests of pages: the system's own, found on the PATH, driven by Playwright.
+
+Playwright's browsers are never downloaded. Where no Chromium is installed (``apt install chromium``), the tests are skipped
+with that reason, which CI does not accept: it installs one.
+"""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Iterator
+
+import pytest
+from playwright.sync_api import Browser, Page, sync_playwright
+
+NAMES = ("chromium", "chromium-browser", "google-chrome-stable", "google-chrome")
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption(
+        "--screenshot", metavar="FILE", help="keep the picture of the README here (with: pytest tests/browser)"
+    )
+
+
+@pytest.fixture(scope="session")
+def browser() -> Iterator[Browser]:
+    found = next(filter(None, map(shutil.which, NAMES)), None)
+    if found is None:
+        pytest.skip(f"no Chromium on the PATH (looked for {', '.join(NAMES)})")
+    with sync_playwright() as playwright:
+        browser = playwright.chromium.launch(executable_path=found)
+        yield browser
+        browser.close()
+
+
+@pytest.fixture
+def page(browser: Browser) -> Iterator[Page]:
+    """A fresh page. What its script throws or logs as an error, and every request that leaves the file, fails the test."""
+    page = browser.new_page(viewport={"width": 1180, "height": 900})
+    trouble: list[str] = []
+    page.on("pageerror", lambda error: trouble.append(f"the script threw {error}"))
+    page.on("console", lambda message: trouble.append(message.text) if message.type == "error" else None)
+    page.on(
+        "request",
+        lambda request: (
+            None if request.url.startswith(("file:", "data:")) else trouble.append(f"asked for {request.url}")
+        ),
+    )
+    yield page
+    page.close()
+    assert trouble == []
