@@ -11,7 +11,7 @@ Callable on a live server between two iterations; O(blocks + requests).
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from itertools import pairwise
 
 from engine.control.prefix import BlockKey
@@ -20,7 +20,10 @@ from engine.control.scheduler import Scheduler
 
 
 def audit(scheduler: Scheduler) -> list[str]:
-    """All violations, each message naming block, row and request; empty when everything holds."""
+    """All violations, each message naming block, row and request; empty when everything holds.
+
+    Each part first compares whole values, and looks for whom to name only when they differ.
+    """
     return [
         *_blocks(scheduler),
         *_cache(scheduler),
@@ -31,34 +34,41 @@ def audit(scheduler: Scheduler) -> list[str]:
 
 
 def _blocks(s: Scheduler) -> Iterator[str]:
+    tables = [block for request in (*s.waiting, *s.running) for block in request.table]
+    free = (*s.pool.blank(), *s.pool.cached())
+    once = sorted((*tables, *free)) == list(range(s.pool.num_blocks))  # each block free or in one table, and only there
+    if once and sum(s.pool.references) == len(tables) and all(s.pool.references[block] == 1 for block in tables):
+        return
     holders: dict[int, list[int]] = {}
     for request in (*s.waiting, *s.running):
         for block in request.table:
             holders.setdefault(block, []).append(request.id)
-        for block, times in Counter(request.table).items():
-            if times > 1:
-                yield f"block {block} stands {times} times in the table of request {request.id}"
-    free = Counter((*s.pool.blank(), *s.pool.cached()))
-    for block, times in sorted(free.items()):
-        if times > 1:
-            yield f"block {block} stands {times} times among the free ones"
+        for block, times in _repeated(request.table):
+            yield f"block {block} stands {times} times in the table of request {request.id}"
+    for block, times in _repeated(free):
+        yield f"block {block} stands {times} times among the free ones"
     for block, references in enumerate(s.pool.references):
         held = holders.get(block, [])
-        if held and free[block]:
+        if held and block in free:
             yield f"block {block} is free, but request {held[0]} holds it"
-        elif not held and not free[block]:
+        elif not held and block not in free:
             yield f"block {block} is allocated but no request holds it"
-        if references != len(held) and (held or free[block]):
+        if references != len(held) and (held or block in free):
             yield f"block {block} counts {references} references, but stands in {len(held)} tables (requests {held})"
-    yield from _shared(s, holders)
+    yield from _shared(s, {block: held for block, held in holders.items() if len(held) > 1})
+
+
+def _repeated(blocks: Collection[int]) -> list[tuple[int, int]]:
+    """(block, times) of each block that stands more than once, in ascending order."""
+    if len(set(blocks)) == len(blocks):
+        return []
+    return [(block, times) for block, times in sorted(Counter(blocks).items()) if times > 1]
 
 
 def _shared(s: Scheduler, holders: dict[int, list[int]]) -> Iterator[str]:
     """A block in two tables must be published, and each holder must be past it: nobody writes a shared block."""
     published = s.pool.published()
     for block, held in holders.items():
-        if len(held) < 2:
-            continue
         if block not in published:
             yield f"block {block} is held by requests {held}, but its content is not published"
         for request in (s.requests[i] for i in held if i in s.requests):
@@ -73,6 +83,8 @@ def _cache(s: Scheduler) -> Iterator[str]:
     for block in cached:
         if block not in published:
             yield f"block {block} waits among the cached ones, but its content is not published"
+    if not published:
+        return
     blank = set(s.pool.blank())
     for block, key in published.items():
         if block in blank:
@@ -98,6 +110,13 @@ def _content(s: Scheduler, request: Request, published: dict[int, BlockKey]) -> 
 
 
 def _rows(s: Scheduler) -> Iterator[str]:
+    free = s.rows.owner.count(None)
+    if free != s.rows.num_free:
+        yield f"{free} rows are free, but the count says {s.rows.num_free}"
+    believed = [(request.row, request.id) for request in s.running]
+    marked = [(row, owner) for row, owner in enumerate(s.rows.owner) if owner is not None]
+    if len(believed) == len(marked) and set(believed) == set(marked):
+        return
     seen: dict[int, int] = {}
     for request in s.running:
         if request.row is None:
@@ -111,9 +130,6 @@ def _rows(s: Scheduler) -> Iterator[str]:
             yield f"row {row} is marked as request {owner}'s, but no running request holds it as that"
         if owner is None and row in seen:
             yield f"row {row} is marked free, but request {seen[row]} holds it"
-    free = s.rows.owner.count(None)
-    if free != s.rows.num_free:
-        yield f"{free} rows are free, but the count says {s.rows.num_free}"
 
 
 def _queues(s: Scheduler) -> Iterator[str]:
@@ -130,8 +146,11 @@ def _queues(s: Scheduler) -> Iterator[str]:
     for request in s.running:
         if request.status is Status.WAITING:
             yield f"request {request.id} stands among the running ones, but is waiting"
-    known = Counter(r.id for r in (*s.waiting, *s.running))
-    for request_id in s.requests.keys() - known.keys():
+    queued = [r.id for r in (*s.waiting, *s.running)]
+    if len(queued) == len(s.requests) and s.requests.keys() == set(queued):
+        return
+    known = Counter(queued)
+    for request_id in sorted(s.requests.keys() - known.keys()):
         yield f"request {request_id} is known, but stands in no queue"
     for request_id, times in known.items():
         if times > 1 or request_id not in s.requests:
