@@ -10,6 +10,7 @@ Interpretation is total, so that every value that can be built can be run:
     submit    tokens are a pure function of (stream name, position): equal names give equal prefixes
     abort     an index into everything submitted so far, choices and refused ones included, modulo their number (-1: the last)
     fail_step the next ``fail_step`` iterations raise in execute, those of them that have something to compute
+    shutdown  nothing that follows counts, and whatever has not finished is aborted
 
 An event that does not apply (an abort with nothing submitted, or of a request that ended) changes nothing.
 Standard library only: the server records and the harness reads with this same module.
@@ -30,6 +31,10 @@ VOCAB = 251  # ids 0..250; a prime, so that affine token functions do not repeat
 OUTSIDE = "!"  # the stream whose ids lie outside the vocabulary: the door must refuse it
 MAX_TOTAL = 1 << 20  # bound of one prompt and of every number in a file: a workload is small or it is a mistake
 
+CLIENTS = ("streams", "whole", "stalls", "leaves")
+"""streams reads every piece as it comes; whole asks for one answer at the end; stalls streams, but does not read for some
+iterations; leaves is gone before the engine hears of the request, which is an abort of all its choices."""
+
 Upgrade = Callable[[dict[str, Any]], dict[str, Any]]
 UPGRADES: Mapping[str, Upgrade] = {}
 """From an old format to the next newer one, kept for ever: ``{"workload/0": upgrade_0}``. None is needed yet."""
@@ -44,7 +49,10 @@ class FormatError(ValueError):
 
 @dataclass(frozen=True, slots=True)
 class Shape:
-    """The sizes of a run. ``capture_rows`` x ``capture_widths`` are the recorded graph shapes (width in blocks)."""
+    """The sizes of a run. ``capture_rows`` x ``capture_widths`` are the recorded graph shapes (width in blocks).
+
+    ``byte_fallback``: the kind of vocabulary that makes text of the tokens, byte level where it is false.
+    """
 
     blocks: int
     block_size: int
@@ -57,6 +65,7 @@ class Shape:
     persistent_batch: bool = True
     prefix_cache: bool = False
     max_waiting: int = 64
+    byte_fallback: bool = False
 
     def __post_init__(self) -> None:
         for name in ("blocks", "block_size", "rows", "budget", "max_model_len", "max_waiting"):
@@ -80,7 +89,9 @@ class Shape:
 class Submit:
     """``prompt`` is a list of (stream, length). ``stop_at`` k makes the k-th generated token (from 1) a stop token.
 
-    ``max_tokens`` None asks for the most that the limits allow. ``temperature`` 0 is greedy.
+    ``max_tokens`` None asks for the most that the limits allow. ``temperature`` 0 is greedy. ``stop_text`` k makes stop
+    strings of the request's own text around the k-th generated token (from 1), ``include_stop`` has the match told.
+    ``client`` says how the answer is read, where there are clients: see ``CLIENTS``.
     """
 
     wait: int
@@ -93,6 +104,9 @@ class Submit:
     salt: str = ""
     min_tokens: int = 0
     n: int = 1
+    stop_text: int | None = None
+    include_stop: bool = False
+    client: str = "streams"
 
     def __post_init__(self) -> None:
         _number(self.wait, "wait", 0)
@@ -103,6 +117,12 @@ class Submit:
             _number(self.max_tokens, "submit.max_tokens", 0)
         if self.stop_at is not None:
             _number(self.stop_at, "submit.stop_at", 1)
+        if self.stop_text is not None:
+            _number(self.stop_text, "submit.stop_text", 1)
+        if not isinstance(self.include_stop, bool):
+            raise FormatError(f"submit.include_stop is {self.include_stop!r}, but must be true or false")
+        if self.client not in CLIENTS:
+            raise FormatError(f"submit.client is {self.client!r}, but must be one of {', '.join(CLIENTS)}")
         _number(self.priority, "submit.priority", -MAX_TOTAL)
         _number(self.min_tokens, "submit.min_tokens", 0)
         _number(self.n, "submit.n", 1, 64)
@@ -143,7 +163,15 @@ class FailStep:
         _number(self.count, "fail_step", 0)
 
 
-Event = Submit | Abort | FailStep
+@dataclass(frozen=True, slots=True)
+class Shutdown:
+    wait: int
+
+    def __post_init__(self) -> None:
+        _number(self.wait, "wait", 0)
+
+
+Event = Submit | Abort | FailStep | Shutdown
 
 
 @dataclass(frozen=True, slots=True)
@@ -249,7 +277,8 @@ def _body(workload: Workload) -> list[str]:
 
 def _dump_shape(shape: Shape) -> str:
     # Broken once, behind max_model_len, so that a shape reads as two lines: the sizes, then what is recorded and switched.
-    pairs = [f'"{item.name}": {json.dumps(getattr(shape, item.name))}' for item in fields(Shape)]
+    named = [item.name for item in fields(Shape) if item.name != "byte_fallback" or shape.byte_fallback]
+    pairs = [f'"{name}": {json.dumps(getattr(shape, name))}' for name in named]
     return "{" + ", ".join(pairs[:6]) + ",\n           " + ", ".join(pairs[6:]) + "}"
 
 
@@ -265,6 +294,8 @@ def _dump_event(event: Event) -> str:
             return json.dumps({"wait": event.wait, "abort": event.of})
         case FailStep():
             return json.dumps({"wait": event.wait, "fail_step": event.count})
+        case Shutdown():
+            return json.dumps({"wait": event.wait, "shutdown": True})
 
 
 def _shape(value: object) -> Shape:
@@ -274,7 +305,7 @@ def _shape(value: object) -> Shape:
     for name in ("capture_rows", "capture_widths"):
         if name in plain:
             plain[name] = tuple(_list(plain[name], f"shape.{name}"))
-    for name in ("persistent_batch", "prefix_cache"):
+    for name in ("persistent_batch", "prefix_cache", "byte_fallback"):
         if not isinstance(plain.get(name, True), bool):
             raise FormatError(f"shape.{name} is {plain[name]!r}, but must be true or false")
     return Shape(**plain)
@@ -284,14 +315,18 @@ def _event(value: object, number: int) -> Event:
     try:
         given = _object(value, "it")
         kinds = [key for key in given if key != "wait"]
-        _keys(given, "it", (), ("wait", "submit", "abort", "fail_step"))
+        _keys(given, "it", (), ("wait", "submit", "abort", "fail_step", "shutdown"))
         if len(kinds) != 1:
-            raise FormatError(f"it has {kinds or 'no kind'}, but must have one of submit, abort, fail_step")
+            raise FormatError(f"it has {kinds or 'no kind'}, but must have one of submit, abort, fail_step, shutdown")
         wait = given.get("wait", 0)
         if kinds == ["abort"]:
             return Abort(wait, given["abort"])
         if kinds == ["fail_step"]:
             return FailStep(wait, given["fail_step"])
+        if kinds == ["shutdown"]:
+            if given["shutdown"] is not True:
+                raise FormatError(f"shutdown is {given['shutdown']!r}, but must be true")
+            return Shutdown(wait)
         return _submit(wait, _object(given["submit"], "submit"))
     except FormatError as error:
         raise FormatError(f"event {number}: {error}") from None

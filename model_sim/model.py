@@ -37,6 +37,7 @@ class Request:
     tokens: list[int]
     salt: str | None = None
     takes_hits: bool = True
+    stop_after: int | None = None  # generated tokens at which its text ends it (13.5)
     table: list[int] = field(default_factory=list)
     row: int | None = None
     computed: int = 0
@@ -191,6 +192,7 @@ class Model:
         n: int = 1,
         salt: str | None = None,
         takes_hits: bool = True,
+        stop_after: tuple[int | None, ...] = (),
     ) -> list[int]:
         """Queue n choices of one request and return their numbers; raises Refused (1.2)."""
         if n < 1:
@@ -213,8 +215,11 @@ class Model:
         for reason, refused, detail in checks:
             if refused:
                 raise Refused(reason, detail)
-        for i in numbers:
-            self._live[i] = Request(i, priority, len(prompt), limit, stop_ids, min_tokens, [*prompt], salt, takes_hits)
+        for i, end in zip(numbers, stop_after or [None] * n, strict=True):
+            tokens = [*prompt]
+            self._live[i] = Request(
+                i, priority, len(prompt), limit, stop_ids, min_tokens, tokens, salt, takes_hits, end
+            )
         self._live = dict(sorted(self._live.items(), key=lambda item: item[1].rank))  # 2.1: a rank never changes
         return numbers
 
@@ -368,7 +373,7 @@ class Model:
             r.tokens.append(token)
             r.decoding = True
             sampled.append((r.number, token))
-            if token in r.stop_ids and r.generated >= r.min_tokens:  # 13.2
+            if (token in r.stop_ids and r.generated >= r.min_tokens) or r.generated == r.stop_after:  # 13.2, 13.5
                 r.finished = "stop"
             elif r.generated == r.max_tokens:  # 13.3
                 r.finished = "length"

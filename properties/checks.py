@@ -89,6 +89,12 @@ class TokensDiffer(Divergence):
     check = "tokens"
 
 
+class TextDiffers(Divergence):
+    """What a caller has been told so far: more or less than is certain, or something else than the same request alone."""
+
+    check = "text"
+
+
 class CountersDiffer(Divergence):
     """The engine's totals and per-request facts against the sum of its own records."""
 
@@ -118,6 +124,7 @@ CLASSES: dict[str, type[Divergence]] = {
         ReplayDiffers,
         WritesDiffer,
         TokensDiffer,
+        TextDiffers,
         CountersDiffer,
         SoloDiffers,
         NotDrained,

@@ -5,6 +5,7 @@
     rows        rows, moves, and the row named in each part of the plan; also the order that follows from rows
     replay      launch, with reason and padding
     tokens      what the plan hands to compute, and what was appended
+    text        what each caller has been told since it began
 
 Each function returns the facts that differ. ``before`` and ``after`` are the model's states around the step, ``step`` is
 what the model did. Block ids, rows and orders are compared as they are: the rules specify them (rules 4, 8 and 10).
@@ -28,6 +29,20 @@ class Known(Protocol):
 
     @property
     def tokens(self) -> Sequence[int]: ...
+
+
+class SoloText(Protocol):
+    """The text of a request alone."""
+
+    @property
+    def text(self) -> str: ...
+
+    def told(self, tokens: int) -> str: ...
+
+
+class Listening(Known, Protocol):
+    @property
+    def text(self) -> SoloText: ...
 
 
 State = Mapping[str, Any]
@@ -190,3 +205,17 @@ def tokens(record: StepRecord, step: Step, known: Mapping[int, Known]) -> tuple[
             ("appended", sorted((request, got.token) for request, got in record.sampled), sorted(step["sampled"])),
         ]
     )
+
+
+def text(told: Mapping[int, str], step: Step, known: Mapping[int, Listening]) -> tuple[Fact, ...]:
+    """Told is exactly what is certain, and at the end exactly the text alone; an abort or an error adds nothing."""
+    sampled = {request for request, _ in step["sampled"]}
+    whole = {request for request, reason in step["finished"] if reason in ("stop", "length")}
+    pairs: list[tuple[str, object, object]] = []
+    for request, mine in told.items():
+        if (caller := known.get(request)) is not None:
+            generated = len(caller.tokens) - caller.prompt_len + (request in sampled)
+            theirs = caller.text.text if request in whole else caller.text.told(generated)
+            if mine != theirs:
+                pairs.append((f"text of r{request}", ascii(mine), ascii(theirs)))
+    return differing(pairs)

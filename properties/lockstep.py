@@ -32,6 +32,7 @@ from properties.play import Stop, play
 from properties.rung_ledger import LedgerRung
 from properties.rungs import MakeRung, Rung
 from properties.solo import AffineOracle, Oracle
+from properties.solo_text import SILENT, Script, script
 from properties.tally import Caller, Totals, judge
 
 
@@ -112,6 +113,7 @@ class Lockstep:
         self._until, self._judge_all = until, judge_all
         self._rung = rung  # None once it raised, or when the specification runs alone
         self._oracle: Oracle = AffineOracle() if rung is None else rung.oracle
+        self._shape = workload.shape
         self._model = model_of(workload.shape)
         self._limit = limit(workload)
         self._iteration = 0
@@ -149,11 +151,14 @@ class Lockstep:
         mine: object = None
         theirs: object
         refused: str | None = None
-        settled = event.max_tokens or 0
         stops = self._oracle.stop_ids(first_id, event)
+        settled = event.max_tokens or most_tokens(self._shape, event.prompt_len)
+        script = self._script(event, first_id, stops, settled)
         try:
             if (rung := self._rung) is not None:
-                mine = list(self._guarded(lambda: rung.submit(event, first_id, stops), self._iteration + 1))
+                mine = list(
+                    self._guarded(lambda: rung.submit(event, first_id, stops, script.stops), self._iteration + 1)
+                )
         except Refusal as refusal:
             mine = refused = refusal.reason
         self._totals.submitted(event.n, refused)
@@ -166,10 +171,11 @@ class Lockstep:
                 min_tokens=event.min_tokens,
                 n=event.n,
                 salt=event.salt or None,
+                stop_after=script.after,
             )
-            settled = event.max_tokens or most_tokens(self._occurrences.shape, event.prompt_len)
-            for request in theirs:
-                self._callers[request] = Caller.of(request, event, settled, stops)
+            for at, request in enumerate(theirs):
+                text = script.texts[at] if script.texts else SILENT
+                self._callers[request] = Caller.of(request, event, settled, stops, text)
         except Refused as refusal:
             theirs = refusal.reason
             self._events[-1] = f"({self._events[-1]} {refusal.reason})"
@@ -177,6 +183,13 @@ class Lockstep:
         if self._rung is not None and mine != theirs and self._watching("decisions"):
             fact = Fact(f"submit r{first_id}", _answer(mine), _answer(theirs))
             self._found(Finding("decisions", self._iteration + 1, "the door differs", (fact,)))
+
+    def _script(self, event: Submit, first_id: int, stops: frozenset[int], max_tokens: int) -> Script:
+        """What is asked for alone. The oracle is not asked about what the door refuses for its prompt or its length."""
+        prompt = prompt_tokens(event.prompt)
+        if not prompt or max(prompt) >= VOCAB or len(prompt) + max_tokens > self._shape.max_model_len or max_tokens < 1:
+            return Script((), ())
+        return script(self._oracle, first_id, event, stops, max_tokens, self._shape)
 
     def abort(self, request: int) -> None:
         if request in self._callers and request not in self._over:
@@ -191,6 +204,13 @@ class Lockstep:
 
     def fail(self, count: int) -> None:
         self._failing += count
+
+    def shutdown(self) -> None:
+        for request in range(self._submitted):
+            self._over.add(request)
+            if (rung := self._rung) is not None:
+                self._guarded(lambda request=request: rung.abort(request), self._iteration + 1)  # type: ignore[misc]
+            self._model.abort(request)
 
     def step(self) -> None:
         self._iteration += 1
@@ -265,6 +285,8 @@ class Lockstep:
                 yield check, facts
         if self._watching("tokens"):
             yield "tokens", diff.tokens(record, step, self._callers)
+        if self._watching("text"):
+            yield "text", diff.text(rung.told(record), step, self._callers)
 
     def finish(self) -> None:
         """Judges the end: everything given back, every caller told what the request alone is told."""

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from typing import Protocol
 
-from engine.trace import Abort, Event, FailStep, Submit, Workload
+from engine.trace import Abort, Event, FailStep, Shutdown, Submit, Workload
 
 
 class Target(Protocol):
@@ -24,6 +24,10 @@ class Target(Protocol):
 
     def fail(self, count: int) -> None:
         """The next ``count`` iterations raise in execute."""
+        ...
+
+    def shutdown(self) -> None:
+        """No event follows. Whatever has not finished is aborted."""
         ...
 
     def note(self, label: str) -> None:
@@ -48,20 +52,27 @@ def play(workload: Workload, target: Target) -> None:
         target.note(label(event, submitted))
         match event:
             case Submit():
-                submitted += event.n
+                first, submitted = submitted, submitted + event.n
                 target.submit(event)
+                for left in range(first, submitted) if event.client == "leaves" else ():
+                    target.note(f"leave r{left}")
+                    target.abort(left)
             case Abort():
                 request = event.target(submitted)
                 if request is not None:
                     target.abort(request)
             case FailStep():
                 target.fail(event.count)
+            case Shutdown():
+                target.shutdown()
+                break
     while target.has_work:
         target.step()
 
 
 def label(event: Event, submitted: int) -> str:
-    """``+r3``, ``+r3..r5``, ``abort r1``, ``fail 2``; in brackets what cannot apply. Targets bracket what did not."""
+    """``+r3``, ``+r3..r5``, ``abort r1``, ``fail 2``, ``shutdown``; in brackets what cannot apply. Targets bracket what
+    did not."""
     match event:
         case Submit():
             last = submitted + event.n - 1
@@ -71,3 +82,5 @@ def label(event: Event, submitted: int) -> str:
             return "(abort nobody)" if request is None else f"abort r{request}"
         case FailStep():
             return f"fail {event.count}" if event.count else "(fail 0)"
+        case Shutdown():
+            return "shutdown"

@@ -23,6 +23,7 @@ from engine.engine import Engine
 from engine.trace import VOCAB, Shape, Submit, prompt_tokens
 from properties.checks import Fact
 from properties.diff import Known
+from properties.readers import Readers
 from properties.solo import Oracle
 
 INJECTED = "injected by the workload"
@@ -40,8 +41,9 @@ class Rung(Protocol):
     @property
     def counters(self) -> Counters: ...
 
-    def submit(self, event: Submit, first_id: int, stop_ids: frozenset[int]) -> tuple[int, ...]:
-        """One Submission of ``event.n`` choices, ids from ``first_id``. Raises ``Refusal``."""
+    def submit(self, event: Submit, first_id: int, stop_ids: frozenset[int], stops: tuple[str, ...]) -> tuple[int, ...]:
+        """One Submission of ``event.n`` choices, ids from ``first_id``, all with the same stop ids and stop strings.
+        Raises ``Refusal``."""
         ...
 
     def abort(self, request: int) -> None: ...
@@ -55,6 +57,10 @@ class Rung(Protocol):
 
     def facts(self) -> Mapping[str, tuple[Fact, ...]]:
         """By check (``writes``), what this rung itself saw differ in the iteration that just ran."""
+        ...
+
+    def told(self, record: StepRecord) -> Mapping[int, str]:
+        """The text that each caller in ``record`` has been told since it began. Asked at most once for a record."""
         ...
 
     def ledger(self) -> Ledger: ...
@@ -79,6 +85,7 @@ class EngineRung:
     def __init__(self, shape: Shape, runner: Runner, oracle: Oracle) -> None:
         self.oracle = oracle
         self._engine = Engine(limits(shape), runner)
+        self._readers = Readers(shape.byte_fallback)
 
     @property
     def has_work(self) -> bool:
@@ -88,7 +95,10 @@ class EngineRung:
     def counters(self) -> Counters:
         return self._engine.counters
 
-    def submit(self, event: Submit, first_id: int, stop_ids: frozenset[int]) -> tuple[int, ...]:
+    def submit(
+        self, event: Submit, first_id: int, stop_ids: frozenset[int], stops: tuple[str, ...] = ()
+    ) -> tuple[int, ...]:
+        texts = self._readers.open(event, stops)
         submission = Submission(
             prompt=prompt_tokens(event.prompt),
             max_tokens=event.max_tokens,
@@ -97,8 +107,11 @@ class EngineRung:
             min_tokens=event.min_tokens,
             salt=event.salt or None,
             payloads=self.payloads(event, stop_ids),
+            texts=texts if stops else (),
         )
-        return self._engine.scheduler.submit(submission, event.n)  # the door itself, which also judges max_tokens 0
+        requests = self._engine.scheduler.submit(submission, event.n)  # the door itself, which also judges max_tokens 0
+        self._readers.add(requests, texts, stops)
+        return requests
 
     def payloads(self, event: Submit, stop_ids: frozenset[int]) -> tuple[object, ...]:
         """What travels with each choice to the runner; nothing where the runner reads nothing."""
@@ -113,6 +126,9 @@ class EngineRung:
     def facts(self) -> Mapping[str, tuple[Fact, ...]]:
         return {}
 
+    def told(self, record: StepRecord) -> Mapping[int, str]:
+        return self._readers.hear(record)
+
     def ledger(self) -> Ledger:
         return self._engine.ledger()
 
@@ -123,7 +139,10 @@ class EngineRung:
 class _Rungs(Mapping[str, MakeRung]):
     """The class of each rung, by name. Raises ``Unavailable`` for one that this machine cannot run."""
 
-    _classes: ClassVar = {"ledger": ("properties.rung_ledger", "LedgerRung")}
+    _classes: ClassVar = {
+        "ledger": ("properties.rung_ledger", "LedgerRung"),
+        "rows": ("properties.rung_rows", "RowsRung"),
+    }
 
     def __getitem__(self, name: str) -> MakeRung:
         module, made = self._classes[name]

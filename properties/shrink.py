@@ -24,6 +24,7 @@ _SIMPLEST: dict[str, Any] = {
     "capture_widths": (),
     "persistent_batch": True,
     "prefix_cache": False,
+    "byte_fallback": False,
 }
 
 
@@ -104,7 +105,7 @@ def _submits(event: Submit) -> Iterator[Submit]:
             yield replace(event, prompt=(*event.prompt[:at], (stream, shorter), *event.prompt[at + 1 :]))
         if stream > "a" and len(event.prompt) == 1:
             yield replace(event, prompt=(("a", length),))
-    for name, least in (("max_tokens", 1), ("stop_at", 1), ("min_tokens", 0), ("n", 1)):
+    for name, least in (("max_tokens", 1), ("stop_at", 1), ("stop_text", 1), ("min_tokens", 0), ("n", 1)):
         value = getattr(event, name)
         if value is not None:
             for lower in _lower(value, least):

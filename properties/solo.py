@@ -15,11 +15,21 @@ from engine.trace import VOCAB, Submit
 
 @attrs.frozen
 class Outcome:
-    """What a caller is told: the generated tokens, why it ended, and the stop token if one ended it."""
+    """What a caller is told: the generated tokens, why it ended, and the stop token or string if one ended it."""
 
     tokens: tuple[int, ...]
     reason: str
-    stop: int | None = None
+    stop: int | str | None = None
+
+
+class StoppedText(Protocol):
+    """What the text of a request that runs alone says of its end."""
+
+    @property
+    def stop(self) -> str | None: ...
+
+    @property
+    def after(self) -> int | None: ...
 
 
 class Oracle(Protocol):
@@ -38,13 +48,22 @@ class Oracle(Protocol):
         ...
 
 
-def outcome(oracle: Oracle, request: int, stops: frozenset[int], min_tokens: int, max_tokens: int) -> Outcome:
-    """The undisturbed run of one choice. ``max_tokens`` is what the door settled."""
+def outcome(
+    oracle: Oracle,
+    request: int,
+    stops: frozenset[int],
+    min_tokens: int,
+    max_tokens: int,
+    text: StoppedText | None = None,
+) -> Outcome:
+    """The undisturbed run of one choice. ``max_tokens`` is what the door settled; without ``text`` no stop string ends it."""
     tokens: list[int] = []
     while len(tokens) < max_tokens:
         tokens.append(oracle.token(request, len(tokens)))
         if tokens[-1] in stops and len(tokens) >= min_tokens:
             return Outcome(tuple(tokens), "stop", tokens[-1])
+        if text is not None and len(tokens) == text.after:
+            return Outcome(tuple(tokens), "stop", text.stop)
     return Outcome(tuple(tokens), "length")
 
 

@@ -4,7 +4,8 @@ The law. Let ``P`` be the prompt and ``G`` the generated ids, both without *sile
 special ones that are skipped). What ``push`` and ``flush`` return, put together, is ``decode(P + G)`` without its
 first ``len(decode(P))`` characters. A leading space that a tokenizer strips only at the start of a text is therefore
 kept after a prompt. Two corners: a character that the prompt leaves unfinished belongs to the generated text
-(byte-level BPE), and a run of byte tokens at the end of a prompt is closed there (byte fallback).
+(byte-level BPE), and a run of byte tokens at the end of a prompt is closed there (byte fallback; of a prompt that is
+nothing else, a run that follows and begins with the byte of a space loses it).
 
 How. Decoders are local: what a token adds depends on the few tokens before it. So a short window of ids is decoded, and
 what it adds to the text of the window before is new. Two things need patience:
@@ -58,9 +59,10 @@ class Detokenizer:
         self._skip = skip_special_tokens
         self._fallback = tokenizer is not None and tokenizer.byte_fallback
         self._run: list[int] = []  # byte tokens that wait for the end of their run
+        self._after_run = False  # the window is one byte token, which stands for a prompt of nothing else
         self._window = self._context(prompt_ids)
         text = self._decode(self._window)
-        unfinished = text.endswith(REPLACEMENT) and self._ends_inside_character()
+        unfinished = not self._fallback and text.endswith(REPLACEMENT) and self._ends_inside_character()
         self._shown = len(text) - unfinished  # how much of the window's text has been returned or was the prompt's
 
     def push(self, token: int) -> str:
@@ -68,7 +70,10 @@ class Detokenizer:
         piece = self._piece(token)
         if piece is None:
             return ""
+        after_run, self._after_run = self._after_run, False
         if self._fallback and _BYTE_TOKEN.fullmatch(piece):
+            if after_run:  # the prompt's run is closed: these bytes are no part of it
+                self._window, self._shown = [], 0
             self._run.append(token)
             return ""
         text = self._extend(token)
@@ -100,16 +105,24 @@ class Detokenizer:
         self._shown = len(text) - text.endswith(REPLACEMENT) + beyond
 
     def _context(self, prompt_ids: Sequence[int]) -> list[int]:
-        """The last ``WINDOW`` ids of the prompt that have text, without a run of byte tokens at the end."""
+        """The last ``WINDOW`` ids of the prompt that have text, without a run of byte tokens at the end.
+
+        Of a prompt that is nothing but such a run one id is kept, so that what follows is not taken for the start of a text.
+        """
         context: list[int] = []
+        run: list[int] = []
         for token in reversed(prompt_ids):
             piece = self._piece(token)
-            if piece is None or (not context and self._fallback and _BYTE_TOKEN.fullmatch(piece)):
+            if piece is None:
+                continue
+            if not context and self._fallback and _BYTE_TOKEN.fullmatch(piece):
+                run = [token]
                 continue
             context.append(token)
             if len(context) == WINDOW:
                 break
-        return context[::-1]
+        self._after_run = bool(run) and not context
+        return run if self._after_run else context[::-1]
 
     def _piece(self, token: int) -> str | None:
         """The vocabulary's spelling of ``token``; None for a silent id."""

@@ -13,7 +13,7 @@ import model_sim
 
 FOLDER = Path(model_sim.__file__).parent
 SOURCES = sorted(FOLDER.glob("**/*.py"))
-LINE_BUDGET = 330
+LINE_BUDGET = 340
 
 
 def foreign_imports(source: str) -> list[str]:
