@@ -103,12 +103,12 @@ class Plan:
 
     @property
     def num_tokens(self) -> int:
-        return sum(len(chunk.tokens) for chunk in self.chunks) + len(self.decodes)
+        return sum([len(chunk.tokens) for chunk in self.chunks]) + len(self.decodes)
 
     @property
     def sampling(self) -> tuple[Chunk | Decode, ...]:
         """What samples in this iteration, in the order in which ``Runner.execute`` returns the tokens."""
-        return (*(chunk for chunk in self.chunks if chunk.samples), *self.decodes)
+        return (*[chunk for chunk in self.chunks if chunk.samples], *self.decodes)
 
 
 @attrs.frozen

@@ -141,7 +141,7 @@ class Scheduler:
             request.computed += 1
             request.replayed_steps += isinstance(plan.launch, Replay)
         self._publish(plan)
-        results = tuple((entry.request, token) for entry, token in zip(plan.sampling, sampled, strict=True))
+        results = tuple([(entry.request, token) for entry, token in zip(plan.sampling, sampled, strict=True)])
         finished = [
             end for request_id, result in results if (end := self._append(self.requests[request_id], result.token))
         ]
@@ -166,7 +166,8 @@ class Scheduler:
         reaped: list[int] = []
         vacated: list[int] = []
         leaving = [r for r in (*self.waiting, *self.running) if r.aborted or r.status is Status.FINISHED]
-        for request in sorted(leaving, key=lambda r: r.order):
+        leaving.sort(key=lambda r: r.order)
+        for request in leaving:
             if request.status is not Status.FINISHED:
                 aborted.append(self._end(request, "abort", None))
             if request.row is None:
@@ -227,11 +228,12 @@ class Scheduler:
 
     def _decodes(self) -> tuple[Decode, ...]:
         decoding = [r for r in self.running if r.status is Status.DECODING and r.row is not None]
-        decodes = (Decode(r.id, r.row, r.num_tokens - 1, r.tokens[-1]) for r in decoding if r.row is not None)
-        return tuple(sorted(decodes, key=lambda decode: decode.row))
+        decodes = [Decode(r.id, r.row, r.num_tokens - 1, r.tokens[-1]) for r in decoding if r.row is not None]
+        decodes.sort(key=lambda decode: decode.row)
+        return tuple(decodes)
 
     def _longest_table(self) -> int:
-        return max((len(r.table) for r in self.running if r.status is Status.DECODING), default=0)
+        return max([len(r.table) for r in self.running if r.status is Status.DECODING], default=0)
 
     def _continue_prefills(self, budget: int) -> tuple[list[Chunk], int]:
         """Rule 9. Running prefilling requests come before admissions."""
@@ -248,7 +250,7 @@ class Scheduler:
         ``work`` is what this iteration computes so far; the first chunks of the admitted are appended to it.
         """
         seated: list[Seat] = []
-        coming = self._to_be_published(work)
+        coming = self._to_be_published(work) if self.waiting else set()
         while self.waiting and self.rows.num_free and budget > 0:
             request = self.waiting[0]
             hits = self._hits(request)
@@ -335,7 +337,7 @@ class Scheduler:
         if not self.limits.prefix_cache:
             return
         ids = (*(chunk.request for chunk in plan.chunks), *(decode.request for decode in plan.decodes))
-        for request in sorted((self.requests[i] for i in ids), key=lambda r: r.order):
+        for request in sorted([self.requests[i] for i in ids], key=lambda r: r.order):
             keys = self._full_keys(request, request.computed)
             for index in range(request.published, len(keys)):
                 self.pool.publish(request.table[index], keys[index])
@@ -404,11 +406,11 @@ class Scheduler:
         return record
 
     def _count(self, plan: Plan) -> None:
-        counters = self.counters
+        counters, num_tokens = self.counters, plan.num_tokens
         counters.iterations += 1
         counters.forward_iterations += plan.forwards
-        counters.forward_tokens += plan.num_tokens
-        counters.prefill_tokens += plan.num_tokens - len(plan.decodes)
+        counters.forward_tokens += num_tokens
+        counters.prefill_tokens += num_tokens - len(plan.decodes)
         counters.row_moves += len(plan.moves)
         if plan.decodes:
             counters.decode_rows[len(plan.decodes)] += 1
@@ -422,12 +424,12 @@ class Scheduler:
         """The whole state as plain values, for audits and lockstep. O(everything): not for the hot path."""
         live = (*self.waiting, *self.running)
         return Ledger(
-            waiting=tuple(r.id for r in self.waiting),
-            running=tuple(r.id for r in self.running),
+            waiting=tuple([r.id for r in self.waiting]),
+            running=tuple([r.id for r in self.running]),
             tables={r.id: tuple(r.table) for r in live},
             rows={r.id: r.row for r in live if r.row is not None},
             computed={r.id: r.computed for r in live},
-            num_tokens={r.id: r.num_tokens for r in live},
+            num_tokens={r.id: len(r.tokens) for r in live},
             status={r.id: str(r.status) for r in live},
             blank=self.pool.blank(),
             references=tuple(self.pool.references),
