@@ -142,6 +142,8 @@ class _Rungs(Mapping[str, MakeRung]):
     _classes: ClassVar = {
         "ledger": ("properties.rung_ledger", "LedgerRung"),
         "rows": ("properties.rung_rows", "RowsRung"),
+        "tiny": ("properties.rung_tiny", "TinyRung"),
+        "gpu": ("properties.rung_tiny", "GpuRung"),
     }
 
     def __getitem__(self, name: str) -> MakeRung:

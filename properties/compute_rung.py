@@ -1,0 +1,162 @@
+"""What ``rows``, ``tiny`` and ``gpu`` share: the production runner over a network, a tripwire in that network, and a look
+into the cache around every step.
+
+    Engine -> Watch -> PlanRunner -> Tripwire -> network
+              poison everything that nobody owns, before; see what changed, after
+
+A step that the workload has fail fails inside: in the decode step when there is one, behind a finished prefill, else in the
+prefill. Whatever else the runner raises is a finding, though the engine contains it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+
+from engine.compute.graphs import Do, Graphs, Shape, Step
+from engine.compute.network import MakeNetwork, Network, Pool, Sizes, Span, Tokens
+from engine.compute.runner import PlanRunner
+from engine.control.plan import Plan, Sampled
+from engine.control.record import StepRecord
+from engine.trace import Shape as WorkloadShape
+from engine.trace import Submit
+from properties.cache_cells import Touched, touched
+from properties.checks import Fact
+from properties.diff import Known
+from properties.rungs import INJECTED, EngineRung, StepFailed, limits
+from properties.sampled import sampling_of
+from properties.solo import Oracle
+
+SHOWN = 6  # cells in one finding; the rest is counted
+
+
+class Tripwire:
+    """A network that raises where it is told to: ``armed`` is ``prefill``, ``decode`` or None."""
+
+    def __init__(self, inner: Network) -> None:
+        self.inner = inner
+        self.armed: str | None = None
+        self.graphs: Graphs = _TripGraphs(self)
+
+    @property
+    def vocab_size(self) -> int:
+        return self.inner.vocab_size
+
+    @property
+    def device(self) -> torch.device:
+        return self.inner.device
+
+    @property
+    def pool(self) -> Pool:
+        return self.inner.pool
+
+    def trip(self, part: str) -> None:
+        if self.armed == part:
+            raise StepFailed(INJECTED)
+
+    def decode(self, do: Do, step: Tokens, tables: Tensor) -> Tensor:
+        self.trip("decode")
+        return self.inner.decode(do, step, tables)
+
+    def prefill(self, do: Do, step: Tokens, spans: Sequence[Span], sampling: Tensor | None) -> Tensor | None:
+        self.trip("prefill")
+        return self.inner.prefill(do, step, spans, sampling)
+
+
+class _TripGraphs:
+    def __init__(self, wire: Tripwire) -> None:
+        self._wire = wire
+        self._inner = wire.inner.graphs
+
+    def record(self, shape: Shape, step: Step) -> None:
+        self._inner.record(shape, step)
+
+    def replay(self, shape: Shape) -> None:
+        self._wire.trip("decode")
+        self._inner.replay(shape)
+
+    def __contains__(self, shape: Shape) -> bool:
+        return shape in self._inner
+
+
+class CacheWatch(Protocol):
+    """What a rung does with its cache around a step."""
+
+    def before(self, expected: Touched) -> None:
+        """Called when rows are settled and before anything is computed."""
+        ...
+
+    def after(self, expected: Touched) -> tuple[Fact, ...]: ...
+
+
+class Watch:
+    """Stands in front of the runner. ``expected`` is set for each step that the specification makes, too."""
+
+    def __init__(self, inner: PlanRunner, wire: Tripwire, cache: CacheWatch) -> None:
+        self._inner, self._wire, self._cache = inner, wire, cache
+        self.expected: Touched | None = None
+        self.fails = False
+        self.raised: Exception | None = None
+
+    def execute(self, plan: Plan) -> Sequence[Sampled]:
+        if self.expected is not None:
+            self._cache.before(self.expected)
+        self._wire.armed = ("decode" if plan.decodes else "prefill") if self.fails else None
+        try:
+            return self._inner.execute(plan)
+        except StepFailed:
+            raise
+        except Exception as error:
+            self.raised = error  # the engine contains what execute raises; the harness wants to know
+            raise
+
+
+class ComputeRung(EngineRung):
+    """The real engine and the production runner over the network that ``make`` makes."""
+
+    def __init__(self, shape: WorkloadShape, make: MakeNetwork, oracle: Oracle) -> None:
+        self._shape = shape
+        wires: list[Tripwire] = []
+
+        def wired(sizes: Sizes) -> Network:
+            wires.append(Tripwire(make(sizes)))
+            return wires[0]
+
+        self.runner = PlanRunner(limits(shape), wired)
+        self.runner.warm()
+        self.network = wires[0].inner
+        self._cache = self.watch()
+        self._watch = Watch(self.runner, wires[0], self._cache)
+        super().__init__(shape, self._watch, oracle)
+
+    def watch(self) -> CacheWatch:
+        raise NotImplementedError
+
+    def payloads(self, event: Submit, stop_ids: frozenset[int]) -> tuple[object, ...]:
+        return tuple(choice.spec for choice in sampling_of(event, stop_ids))
+
+    def expect(self, step: Mapping[str, Any], after: Mapping[str, Any], known: Mapping[int, Known]) -> None:
+        shape = self._shape
+        self._watch.expected = touched(step, after, shape.blocks, shape.block_size) if step else None
+
+    def step(self, *, fails: bool) -> StepRecord:
+        """One iteration. Raises whatever the runner raised, unless the workload asked for it."""
+        self._watch.fails = fails
+        record = self._engine.step()
+        if self._watch.raised is not None:
+            raise self._watch.raised
+        return record
+
+    def facts(self) -> Mapping[str, tuple[Fact, ...]]:
+        expected = self._watch.expected
+        return {} if expected is None else {"writes": self._cache.after(expected)}
+
+
+def some(facts: list[Fact]) -> tuple[Fact, ...]:
+    """The first few, and how many more there are."""
+    if len(facts) <= SHOWN:
+        return tuple(facts)
+    return (*facts[:SHOWN], Fact(f"{len(facts) - SHOWN} more cells", "", ""))

@@ -1,0 +1,129 @@
+"""The tiny rung: a small random transformer in fp32, real attention, real sampler, recorded graphs. ``gpu`` is the same on CUDA.
+
+The solo run of each request is computed first and feeds the specification. Before every step the harness fills every cache
+cell that nobody owns with NaN, so that whoever reads one is seen; after it, exactly the scheduled cells may have changed.
+What it cannot see: a mistake in arithmetic that the solo run makes as well.
+"""
+
+from __future__ import annotations
+
+from typing import ClassVar
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from engine.compute.kv import KVPool
+from engine.compute.transformer import Transformer
+from engine.trace import VOCAB, Shape, Submit, prompt_tokens
+from properties.cache_cells import Touched, place
+from properties.checks import Fact
+from properties.compute_rung import ComputeRung, some
+from properties.rungs import Unavailable
+from properties.sampled import Sampling, sampling_of
+from properties.solo_transformer import Question, alone, tiny_weights
+
+NOBODY = float("nan")
+
+
+class SoloOracle:
+    """A request alone on the tiny transformer."""
+
+    def __init__(self, device: str, shape: Shape) -> None:
+        self._device, self._shape = device, shape
+        self._requests: dict[int, Question] = {}
+
+    def stop_ids(self, first_id: int, event: Submit) -> frozenset[int]:
+        prompt = prompt_tokens(event.prompt)
+        longest = self._shape.max_model_len
+        if not prompt or max(prompt) >= VOCAB or len(prompt) >= longest:
+            return frozenset()  # the door refuses it, so nobody will ask
+        stops: frozenset[int] = frozenset()
+        if event.stop_at is not None and len(prompt) + event.stop_at <= longest:
+            free = [self._question(prompt, spec, event.stop_at) for spec in sampling_of(event, frozenset())]
+            stops = frozenset(alone(question)[-1] for question in free)
+        wanted = min(event.max_tokens or longest, longest - len(prompt))
+        for request, spec in enumerate(sampling_of(event, stops), first_id):
+            self._requests[request] = self._question(prompt, spec, wanted)
+        return stops
+
+    def token(self, request: int, k: int) -> int:
+        return alone(self._requests[request])[k]
+
+    def _question(self, prompt: tuple[int, ...], sampling: Sampling, count: int) -> Question:
+        return Question(self._device, self._shape.max_model_len, prompt, sampling, count)
+
+
+class TensorWatch:
+    """Keys and values of all layers, cell by cell and byte by byte. A cell's numbers: [K and V, heads, dim] of each layer."""
+
+    def __init__(self, pool: KVPool, shape: Shape) -> None:
+        self._pool, self._block_size = pool, shape.block_size
+        self._before: list[Tensor] = []
+
+    def before(self, expected: Touched) -> None:
+        device = self._pool.layers[0].device
+        nobody = np.ones((self._pool.zero_block + 1, self._block_size), dtype=np.bool_)
+        nobody[: len(expected.owned)] = ~expected.owned
+        nobody[self._pool.zero_block] = False
+        where = torch.from_numpy(nobody).to(device)[None, :, None, :, None]
+        for layer in self._pool.layers:
+            layer.masked_fill_(where, NOBODY)
+        self._before = [layer.clone() for layer in self._pool.layers]
+
+    def after(self, expected: Touched) -> tuple[Fact, ...]:
+        changed, missing = self._seen()
+        trash = changed[self._pool.trash_block].any()
+        changed, missing = changed.ravel(), missing.ravel()
+        cells = range(self._pool.trash_block * self._block_size)
+        facts = [
+            self._fact(cell, expected, "written", "untouched")
+            for cell in cells
+            if changed[cell] and cell not in expected.scheduled
+        ]
+        if not expected.failed:
+            facts += [
+                self._fact(cell, expected, "not written", "written") for cell in expected.scheduled if missing[cell]
+            ]
+            if trash != expected.padded:
+                said = ("written", "untouched")
+                facts.append(Fact("trash block", *(said if trash else said[::-1])))
+        if changed[self._pool.zero_block * self._block_size :].any():
+            facts.append(Fact("zero block", "written", "untouched"))
+        return some(facts)
+
+    def _seen(self) -> tuple[np.ndarray, np.ndarray]:
+        """Bool [blocks, block_size]: cells in which any byte changed, and cells in which any number is NaN now."""
+        changed, missing = [], []
+        for layer, before in zip(self._pool.layers, self._before, strict=True):
+            changed.append((layer.view(torch.int32) != before.view(torch.int32)).any(0).any(1).any(-1))
+            missing.append(layer.isnan().any(0).any(1).any(-1))
+        return torch.stack(changed).any(0).cpu().numpy(), torch.stack(missing).any(0).cpu().numpy()
+
+    def _fact(self, cell: int, expected: Touched, mine: str, theirs: str) -> Fact:
+        return Fact(place(cell, self._block_size, expected.scheduled.get(cell)), mine, theirs)
+
+
+class TinyRung(ComputeRung):
+    device: ClassVar[str] = "cpu"
+
+    def __init__(self, shape: Shape) -> None:
+        if torch.get_num_threads() != 1:
+            torch.set_num_threads(1)  # on CPU the bits of a row may depend on their number
+        weights = tiny_weights(self.device)
+        super().__init__(shape, lambda sizes: Transformer(weights, sizes), SoloOracle(self.device, shape))
+
+    def watch(self) -> TensorWatch:
+        assert isinstance(self.network, Transformer)
+        return TensorWatch(self.network.pool, self._shape)
+
+
+class GpuRung(TinyRung):
+    """Raises ``Unavailable`` where there is no CUDA device."""
+
+    device: ClassVar[str] = "cuda"
+
+    def __init__(self, shape: Shape) -> None:
+        if not torch.cuda.is_available():
+            raise Unavailable("no CUDA device")
+        super().__init__(shape)

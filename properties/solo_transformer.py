@@ -1,0 +1,102 @@
+"""A request alone on the tiny transformer: one runner of one row and one block, so that the cache is contiguous; the whole
+prompt in one chunk, every step eager, nobody beside it. No paging, no batch, no graph, no scheduler.
+
+It runs the engine's kernels and sampler, so it cannot see a mistake in what they compute (tests/properties compares its
+logits with a plain fp64 forward), and it runs them unharmed: a fault that is armed around it does not reach it.
+"""
+
+from __future__ import annotations
+
+import functools
+
+import attrs
+import torch
+
+from engine.compute.runner import PlanRunner
+from engine.compute.transformer import Transformer
+from engine.compute.weights import Weights, load_weights
+from engine.control.limits import Limits
+from engine.control.plan import Chunk, Decode, Eager, Plan, Sampled, Seat
+from engine.loading.model import LoadedModel
+from engine.loading.synthetic import synthetic_model
+from engine.request import SamplingSpec
+from engine.trace import VOCAB
+from properties.arming import disarmed
+from properties.sampled import Sampling
+
+SMALL = {
+    "vocab_size": VOCAB,
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_layers": 2,  # with one layer, keys and values would not depend on what attention read
+    "num_heads": 2,
+    "num_kv_heads": 1,
+    "head_dim": 16,
+}
+
+
+def tiny_model() -> LoadedModel:
+    """Random fp32 weights, the same on every machine, over the vocabulary of workloads."""
+    return synthetic_model("llama", **SMALL)
+
+
+@functools.cache
+def tiny_weights(device: str) -> Weights:
+    """Loaded and probed once per process and shared by all runs: nothing writes to them."""
+    with disarmed(), torch.inference_mode():
+        return load_weights(tiny_model(), torch.device(device), torch.float32)
+
+
+@attrs.frozen
+class Question:
+    """All that a solo run depends on, as a key. ``longest`` is the length limit, ``count`` how many tokens are wanted."""
+
+    device: str
+    longest: int
+    prompt: tuple[int, ...]
+    sampling: Sampling
+    count: int
+
+
+class SoloRunner:
+    """``samples`` are what the sampler returned; one runner answers all questions of one device and length limit."""
+
+    def __init__(self, device: str, longest: int) -> None:
+        limits = Limits(
+            num_blocks=1,
+            block_size=longest,
+            max_num_seqs=1,
+            max_num_batched_tokens=longest,
+            max_model_len=longest,
+            vocab_size=VOCAB,
+        )
+        weights = tiny_weights(device)
+        self.runner = PlanRunner(limits, lambda sizes: Transformer(weights, sizes))
+        self._seated = False
+
+    def run(self, prompt: tuple[int, ...], sampling: SamplingSpec, count: int) -> list[Sampled]:
+        """The first ``count`` samples. Raises ``ValueError`` when they do not fit the length limit."""
+        if len(prompt) + count > self.runner.limits.max_model_len:
+            raise ValueError(f"{len(prompt)} + {count} tokens, at most {self.runner.limits.max_model_len}")
+        seat = Seat(0, 0, prompt, len(prompt), (0,), sampling)
+        vacated = (0,) if self._seated else ()
+        self._seated = True
+        chunk = Chunk(0, 0, 0, prompt, samples=True)
+        samples = [*self.runner.execute(Plan(0, vacated=vacated, seated=(seat,), chunks=(chunk,)))]
+        while len(samples) < count:
+            decode = Decode(0, 0, len(prompt) + len(samples) - 1, samples[-1].token)
+            samples += self.runner.execute(Plan(0, decodes=(decode,), launch=Eager("alone")))
+        return samples
+
+
+@functools.cache
+def _runner(device: str, longest: int) -> SoloRunner:
+    return SoloRunner(device, longest)
+
+
+@functools.lru_cache(maxsize=20_000)
+def alone(question: Question) -> tuple[int, ...]:
+    """The tokens of the solo run."""
+    with disarmed():
+        runner = _runner(question.device, question.longest)
+        return tuple(sample.token for sample in runner.run(question.prompt, question.sampling.spec, question.count))
