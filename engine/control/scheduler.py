@@ -228,9 +228,8 @@ class Scheduler:
 
     def _decodes(self) -> tuple[Decode, ...]:
         decoding = [r for r in self.running if r.status is Status.DECODING and r.row is not None]
-        decodes = [Decode(r.id, r.row, r.num_tokens - 1, r.tokens[-1]) for r in decoding if r.row is not None]
-        decodes.sort(key=lambda decode: decode.row)
-        return tuple(decodes)
+        decodes = (Decode(r.id, r.row, r.num_tokens - 1, r.tokens[-1]) for r in decoding if r.row is not None)
+        return tuple(sorted(decodes, key=lambda decode: decode.row))
 
     def _longest_table(self) -> int:
         return max([len(r.table) for r in self.running if r.status is Status.DECODING], default=0)
