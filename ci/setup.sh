@@ -60,8 +60,8 @@ install() {
     say "  torch            190 MB (CPU build), or about 3 GB (the CUDA build, which is what PyPI has for Linux on x86-64;"
     say "                   for the CPU build there, see 'Installing' in README.md)"
     say "  default model     93 MB"
-    say "  all other         95 MB"
-    say "On disk: 1.4 GB with the CPU build of torch."
+    say "  all other        145 MB"
+    say "On disk: 1.6 GB with the CPU build of torch."
     rm -f .venv/.ready
     touch .venv/.installing
     status=0

@@ -18,7 +18,6 @@ from typing import Any
 import attrs
 from jinja2 import Environment, FileSystemLoader, select_autoescape
 from jinja2.utils import htmlsafe_json_dumps
-from markupsafe import Markup
 
 from engine.trace import Workload, dumps
 from properties import decided
@@ -48,8 +47,8 @@ def page(workload: Workload, run: Run, command: str, *, names: Sequence[str] | N
         text=dumps(workload),
         report=None if found is None else report(workload, run, found, command),
         data=htmlsafe_json_dumps(data(workload, run, named), separators=(",", ":")),
-        script=Markup(script),
-        style=Markup(style),
+        script=script,
+        style=style,
         script_hash=_hash(script),
         style_hash=_hash(style),
     )

@@ -57,7 +57,17 @@ def test_ci_runs_every_stage_even_after_one_failed(tmp_path: Path) -> None:
     (tmp_path / ".ci").mkdir()
     (tmp_path / ".ci" / "run").write_text((ROOT / ".ci" / "run").read_text(encoding="utf-8"), encoding="utf-8")
     (tmp_path / "Makefile").write_text("check:\n\t@exit 1\nreadme:\n\t@true\ntest:\n\t@echo '3 passed in 1s'\n")
-    result = subprocess.run(["bash", ".ci/run"], cwd=tmp_path, check=False, text=True, capture_output=True, timeout=60)
+    (tmp_path / "apt-get").write_text("#!/bin/sh\nexit 1\n")  # a test installs nothing on the machine that it runs on
+    (tmp_path / "apt-get").chmod(0o755)
+    result = subprocess.run(
+        ["bash", ".ci/run"],
+        cwd=tmp_path,
+        env={**os.environ, "PATH": f"{tmp_path}{os.pathsep}{os.environ['PATH']}"},
+        check=False,
+        text=True,
+        capture_output=True,
+        timeout=60,
+    )
     assert result.returncode == 1
     assert result.stdout.endswith("3 passed in 1s\n")
     assert "'make check' ended with status 2" in result.stderr
