@@ -32,6 +32,7 @@ STORED = Path("ci/mutants.json")
 READABLE = Path("ci/mutants.md")
 SURVIVORS = Path("ci/mutants_survivors.toml")
 SHARE = 0.9
+UNMUTATED = 100  # workloads that the engine itself must survive first
 JUDGE = "audit.py"  # looks at the engine and never changes it, so it is judged on broken engines
 
 Told = Callable[[Verdict], None]
@@ -103,8 +104,15 @@ def known_survivors(path: Path = SURVIVORS) -> tuple[Survivor, ...]:
 def measure(
     chosen: Sequence[Mutant], *, workloads: int, jobs: int, tests: bool = True, told: Told | None = None
 ) -> list[Verdict]:
-    """Runs each mutant in a process of its own, ``jobs`` at a time. Raises ``ValueError`` for one that fits nowhere."""
+    """Runs each mutant in a process of its own, ``jobs`` at a time.
+
+    Raises ``ValueError`` for one that fits nowhere, and ``RuntimeError`` when the engine itself, unmutated, does not hold:
+    then every mutant would count as killed.
+    """
     texts = sources()
+    (healthy,) = _all([Job("unmutated", JUDGE, texts[JUDGE], UNMUTATED, False)], 1)
+    if healthy.killed:
+        raise RuntimeError(f"the engine without a mutant does not hold: {healthy.by} at {healthy.where}")
     words = _ask(send_armed_words) if any(mutant.file == JUDGE for mutant in chosen) else None
     waiting = []
     for mutant in chosen:

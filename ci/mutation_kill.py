@@ -49,6 +49,7 @@ class Job:
     text: str
     workloads: int
     tests: bool
+    patience: float = SECONDS_A_WORKLOAD
     armed: dict[str, list[str]] | None = None  # what the unmutated audit says; None: a mutant of something else
 
 
@@ -112,30 +113,30 @@ def work(job: Job, answers: Connection) -> None:
 
 def _judge(job: Job) -> tuple[str | None, str, int]:
     try:
-        with _patience():
+        with _patience(job.patience):
             from properties import corpus, lockstep
             from properties.hunt import numbered
     except BaseException as error:  # noqa: BLE001 - a mutant that cannot be imported is seen, however it fails
         return "import", type(error).__name__, 0
     for name, saved in corpus.workloads().items():
-        if by := _seen(partial(lockstep.run, saved)):
+        if by := _seen(partial(lockstep.run, saved), job.patience):
             return by, f"corpus {name}", 0
     if job.armed is not None:
         for name, words in job.armed.items():
             if audit_words(name) != words:
                 return "audit", f"armed {name}", 0
     for number in range(job.workloads):
-        if by := _seen(partial(lockstep.run, numbered(SEED, number))):
+        if by := _seen(partial(lockstep.run, numbered(SEED, number)), job.patience):
             return by, f"workload {SEED}/{number}", number + 1
     if job.tests and (failed := _failing_test()):
         return "test", failed, job.workloads
     return None, "", job.workloads
 
 
-def _seen(run: Callable[[], Any]) -> str | None:
+def _seen(run: Callable[[], Any], patience: float) -> str | None:
     """The check that fires first, or how else the run ended; None when it holds."""
     try:
-        with _patience():
+        with _patience(patience):
             first = run().first
     except TooLong:
         return "time"
@@ -147,12 +148,12 @@ def _seen(run: Callable[[], Any]) -> str | None:
 
 
 @contextmanager
-def _patience() -> Iterator[None]:
+def _patience(seconds: float) -> Iterator[None]:
     def over(number: int, frame: FrameType | None) -> None:
         raise TooLong
 
     before = signal.signal(signal.SIGVTALRM, over)
-    signal.setitimer(signal.ITIMER_VIRTUAL, SECONDS_A_WORKLOAD)
+    signal.setitimer(signal.ITIMER_VIRTUAL, seconds)
     try:
         yield
     finally:
@@ -167,7 +168,7 @@ def audit_words(name: str) -> list[str]:
 
     saved = corpus.workloads()[name]
     try:
-        with _patience(), armed(saved.fault):
+        with _patience(SECONDS_A_WORKLOAD), armed(saved.fault):
             found = lockstep.run(saved, checks=frozenset({"audit"})).first
     except (TooLong, Exception) as error:  # noqa: BLE001 - whatever the audit raises is what it says
         return [type(error).__name__]

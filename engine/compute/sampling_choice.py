@@ -1,4 +1,4 @@
-"""Drawing one token from one row of logits: temperature, top-k, top-p, min-p, then Gumbel-max over keyed noise.
+"""Drawing one token from one row of logits (rule 14): temperature, top-k, top-p, min-p, then Gumbel-max over keyed noise.
 
 The order of candidates is always (logit descending, id ascending), so ties have one answer. What survives:
 

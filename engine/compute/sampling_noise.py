@@ -1,4 +1,4 @@
-"""The noise of sampling: a pure function of (seed, position, token id), so no generator state to keep or rewind.
+"""The noise of sampling (rule 14): a pure function of (seed, position, token id), so no generator state to keep or rewind.
 
 The hash is SplitMix64 (Steele, Lea and Flood, "Fast splittable pseudorandom number generators", OOPSLA 2014) used by
 counter: output ``i`` of the generator with start state ``s`` is ``mix64(s + i * GAMMA)``, so any output can be had

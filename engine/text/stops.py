@@ -1,6 +1,6 @@
 """Stop strings in streamed text, wherever the pieces are cut.
 
-The rule: the match that ends first wins; of those that end together, the longest. It is decided character by character,
+Rule 13.4: the match that ends first wins; of those that end together, the longest. It is decided character by character,
 so it does not depend on how the text is cut into pieces, and generation stops as early as it can.
 
 An Aho-Corasick automaton (Aho and Corasick, "Efficient string matching", CACM 1975) reads each character once. Its
