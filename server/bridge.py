@@ -235,14 +235,8 @@ class Bridge:
         """Applies every command sent so far, then runs one iteration if there is work. False after ``stop``."""
         engine = self._engine
         assert engine is not None
-        try:
-            while True:
-                command = self._commands.get(block=wait and not engine.has_work)
-                if command is None:
-                    return False
-                command()
-        except queue.Empty:
-            pass
+        if not self.apply(wait=wait):
+            return False
         if engine.has_work:
             self.step_began = time.monotonic()
             record = engine.step()
@@ -251,6 +245,19 @@ class Bridge:
                 log.error("a step failed", iteration=record.iteration, error=record.error, ended=len(record.finished))
             self._publish(engine, record)
         return True
+
+    def apply(self, *, wait: bool = False) -> bool:
+        """Applies every command sent so far; with ``wait``, and nothing else to do, waits for one. False after ``stop``."""
+        engine = self._engine
+        assert engine is not None
+        try:
+            while True:
+                command = self._commands.get(block=wait and not engine.has_work)
+                if command is None:
+                    return False
+                command()
+        except queue.Empty:
+            return True
 
     def _submit(self, generation: Generation) -> None:
         engine = self._engine
