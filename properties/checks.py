@@ -95,6 +95,12 @@ class TextDiffers(Divergence):
     check = "text"
 
 
+class StreamDiffers(Divergence):
+    """What clients were sent, on the rung that has a server: text, ends, usage, errors; or something of them is left."""
+
+    check = "stream"
+
+
 class CountersDiffer(Divergence):
     """The engine's totals and per-request facts against the sum of its own records."""
 
@@ -125,6 +131,7 @@ CLASSES: dict[str, type[Divergence]] = {
         WritesDiffer,
         TokensDiffer,
         TextDiffers,
+        StreamDiffers,
         CountersDiffer,
         SoloDiffers,
         NotDrained,
@@ -133,12 +140,14 @@ CLASSES: dict[str, type[Divergence]] = {
 ORDER: tuple[str, ...] = tuple(CLASSES)
 ALL: frozenset[str] = frozenset(ORDER)
 CACHE_ONLY: frozenset[str] = frozenset({"writes"})  # can fire only on a rung that has a cache
-ON_LEDGER: tuple[str, ...] = tuple(check for check in ORDER if check not in CACHE_ONLY)
+SERVER_ONLY: frozenset[str] = frozenset({"stream"})  # can fire only on the rung that has a server
+ON_LEDGER: tuple[str, ...] = tuple(check for check in ORDER if check not in CACHE_ONLY | SERVER_ONLY)
 
 
 def differing(pairs: list[tuple[str, object, object]]) -> tuple[Fact, ...]:
     """Those of (name, engine's value, specification's value) that are not equal, written out."""
-    return tuple(Fact(name, *_written(mine, theirs)) for name, mine, theirs in pairs if mine != theirs)
+    unequal = [pair for pair in pairs if pair[1] != pair[2]]
+    return tuple([Fact(name, *_written(mine, theirs)) for name, mine, theirs in unequal]) if unequal else ()
 
 
 def _written(mine: object, theirs: object) -> tuple[str, str]:

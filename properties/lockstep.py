@@ -84,6 +84,9 @@ def run(
         lockstep.finish()
     except Stop:
         pass
+    finally:
+        if rung is not None:
+            rung.close()
     return lockstep.result()
 
 
@@ -123,6 +126,7 @@ class Lockstep:
         self._steps: list[Step] = []
         self._findings: dict[str, Finding] = {}
         self._callers: dict[int, Caller] = {}
+        self._answers: dict[int, range] = {}  # all choices of the submission that a request is one of
         self._over: set[int] = set()  # ended, or asked to
         self._totals = Totals()
         self._contents = Contents()
@@ -176,6 +180,7 @@ class Lockstep:
             for at, request in enumerate(theirs):
                 text = script.texts[at] if script.texts else SILENT
                 self._callers[request] = Caller.of(request, event, settled, stops, text)
+                self._answers[request] = range(first_id, self._submitted)
         except Refused as refusal:
             theirs = refusal.reason
             self._events[-1] = f"({self._events[-1]} {refusal.reason})"
@@ -197,19 +202,26 @@ class Lockstep:
         else:
             self._occurrences.abort(request, "over")
             self._events[-1] = f"({self._events[-1]})"  # changes nothing, and the timeline says so
-        self._over.add(request)
         if (rung := self._rung) is not None:
             self._guarded(lambda: rung.abort(request), self._iteration + 1)
-        self._model.abort(request)
+        self._forget(request)
+
+    def _forget(self, request: int) -> None:
+        """Aborts a request on the specification's side; with it, where choices are one answer, the other choices."""
+        shared = self._rung is not None and self._rung.shared
+        for each in self._answers.get(request, ()) if shared else (request,):
+            self._over.add(each)
+            self._model.abort(each)
 
     def fail(self, count: int) -> None:
         self._failing += count
 
     def shutdown(self) -> None:
-        for request in range(self._submitted):
+        requests = range(self._submitted)
+        if (rung := self._rung) is not None:
+            self._guarded(lambda: rung.shutdown(requests), self._iteration + 1)
+        for request in requests:
             self._over.add(request)
-            if (rung := self._rung) is not None:
-                self._guarded(lambda request=request: rung.abort(request), self._iteration + 1)  # type: ignore[misc]
             self._model.abort(request)
 
     def step(self) -> None:
@@ -236,6 +248,9 @@ class Lockstep:
         for request, token in step.get("sampled", ()):
             self._callers[request].tokens.append(token)
         self._over.update(request for request, _ in step.get("finished", ()))
+        if step.get("error") and self._rung is not None and self._rung.shared:
+            for request, _ in step["finished"]:  # who is told of the failure asks for no more
+                self._forget(request)
         if self._iteration == self._until:
             raise Stop
         if self._iteration >= self._limit:
@@ -297,8 +312,12 @@ class Lockstep:
             found = finding("solo", self._iteration, facts)
             if found is not None:
                 self._found(found)
+        rung = self._rung
+        for check, facts in self._guarded(rung.closing, self._iteration).items():
+            if self._watching(check) and (found := finding(check, self._iteration, facts)) is not None:
+                self._found(found)
         if self._watching("drain"):
-            left = self._rung.ledger()
+            left = rung.ledger()
             blank = len(self._model.state()["blank"])
             found = finding("drain", self._iteration, _held_at_end(left, blank))
             if found is not None:

@@ -4,13 +4,14 @@
     rows     also everything from the plan to the kernels' arguments, over a cache of hash chains
     tiny     also attention and sampler, on a small random transformer
     gpu      tiny on CUDA, with CUDA graphs
+    wire     ledger behind the production server, from a read request to the last byte that its client is sent
 
 A rung is imported when it is asked for, so that ``ledger`` does without torch.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from importlib import import_module
 from typing import Any, ClassVar, Protocol
 
@@ -46,7 +47,14 @@ class Rung(Protocol):
         Raises ``Refusal``."""
         ...
 
+    shared: bool
+    """Whether the choices of one submission are one answer: when one of them is left or fails, all of them end."""
+
     def abort(self, request: int) -> None: ...
+
+    def shutdown(self, requests: Iterable[int]) -> None:
+        """``requests`` are all there were."""
+        ...
 
     def expect(self, step: Mapping[str, Any], after: Mapping[str, Any], known: Mapping[int, Known]) -> None:
         """Told before ``step``: what the specification does in this iteration and what it holds afterwards, and every
@@ -61,6 +69,14 @@ class Rung(Protocol):
 
     def told(self, record: StepRecord) -> Mapping[int, str]:
         """The text that each caller in ``record`` has been told since it began. Asked at most once for a record."""
+        ...
+
+    def closing(self) -> Mapping[str, tuple[Fact, ...]]:
+        """As ``facts``, when all work is done."""
+        ...
+
+    def close(self) -> None:
+        """Gives up what the rung holds, however the run ended."""
         ...
 
     def ledger(self) -> Ledger: ...
@@ -81,6 +97,8 @@ class Unavailable(Exception):
 
 class EngineRung:
     """The real engine over some runner: what all rungs have in common."""
+
+    shared = False
 
     def __init__(self, shape: Shape, runner: Runner, oracle: Oracle) -> None:
         self.oracle = oracle
@@ -120,11 +138,21 @@ class EngineRung:
     def abort(self, request: int) -> None:
         self._engine.abort(request)
 
+    def shutdown(self, requests: Iterable[int]) -> None:
+        for request in requests:
+            self._engine.abort(request)
+
     def expect(self, step: Mapping[str, Any], after: Mapping[str, Any], known: Mapping[int, Known]) -> None:
         pass
 
     def facts(self) -> Mapping[str, tuple[Fact, ...]]:
         return {}
+
+    def closing(self) -> Mapping[str, tuple[Fact, ...]]:
+        return {}
+
+    def close(self) -> None:
+        pass
 
     def told(self, record: StepRecord) -> Mapping[int, str]:
         return self._readers.hear(record)
@@ -144,6 +172,7 @@ class _Rungs(Mapping[str, MakeRung]):
         "rows": ("properties.rung_rows", "RowsRung"),
         "tiny": ("properties.rung_tiny", "TinyRung"),
         "gpu": ("properties.rung_tiny", "GpuRung"),
+        "wire": ("properties.wire", "WireRung"),
     }
 
     def __getitem__(self, name: str) -> MakeRung:
