@@ -123,9 +123,23 @@ def neighbours(world: World, scope: Scope, reached: Counter[str]) -> Iterator[Wo
             yield step(world, True, reached)
 
 
-def search(scope: Scope, make: Callable[..., Model] = Model) -> tuple[Counter[str], int]:
-    """Visit every state of a scope; returns what was reached and the number of states."""
+@dataclass(frozen=True)
+class Searched:
+    """What a search saw: how often each thing happened in a transition, and how many states and transitions there are."""
+
+    reached: Counter[str]
+    states: int
+    transitions: int
+
+    def missing(self, wanted: set[str]) -> set[str]:
+        """What did not happen once: a search that never saw it says nothing about it."""
+        return {what for what in wanted if not self.reached[what]}
+
+
+def search(scope: Scope, make: Callable[..., Model] = Model) -> Searched:
+    """Visits every state of a scope by every event that it allows, breadth first."""
     reached: Counter[str] = Counter()
+    transitions = 0
     start = World(make(**{"max_model_len": 64, "vocab": 8} | scope.limits), (), scope.faults)
     stepped: dict[str, str] = {}
     todo, known = deque([(start.key(), start)]), {start.key()}
@@ -136,12 +150,13 @@ def search(scope: Scope, make: Callable[..., Model] = Model) -> tuple[Counter[st
             after = step(world, False, reached)
             stepped[here] = after.key()
             following.append((stepped[here], after))
+        transitions += len(following)
         for key, other in following:
             if key not in known:
                 known.add(key)
                 todo.append((key, other))
     check_drains(stepped)
-    return reached, len(known)
+    return Searched(reached, len(known), transitions)
 
 
 def check_drains(stepped: dict[str, str]) -> None:
