@@ -44,6 +44,11 @@ struct QueryRows {
     float *q, *scores, *part, *sum, *peak, *total, *keys, *values;
 };
 
+// Where the visible rows of a tile lie, keys and values, for one head.
+struct TileRows {
+    const uint8_t *key[TILE], *value[TILE];
+};
+
 // The positions of a tile that the query at ``position`` sees: [low, high), relative to the tile.
 INLINE void visible(const Attention& a, int64_t position, int64_t tile, int64_t& low, int64_t& high) {
     low = a.window ? position - a.window + 1 - tile * TILE : 0;
@@ -52,10 +57,27 @@ INLINE void visible(const Attention& a, int64_t position, int64_t tile, int64_t&
     high = high > TILE ? TILE : high;
 }
 
-INLINE const uint8_t* cache_row(const Attention& a, const int64_t* table, int64_t head, int64_t position, bool value) {
-    int64_t block = table[position / a.block_size];
-    int64_t row = (block * a.kv_heads + head) * a.block_size + position % a.block_size + (value ? a.value_offset : 0);
-    return a.pool + row * a.dim * (a.bf16 ? 2 : 4);
+INLINE void find_rows(const Attention& a, const int64_t* table, int64_t head, int64_t tile, int64_t low, int64_t high,
+                      TileRows& rows) {
+    const int64_t size = a.dim * (a.bf16 ? 2 : 4), position = tile * TILE + low;
+    int64_t index = position / a.block_size, offset = position % a.block_size;
+    for (int64_t j = low; j < high; ++index, offset = 0) {
+        const uint8_t* row = a.pool + ((table[index] * a.kv_heads + head) * a.block_size + offset) * size;
+        for (; offset < a.block_size && j < high; ++offset, ++j, row += size) {
+            rows.key[j] = row;
+            rows.value[j] = row + a.value_offset * size;
+        }
+    }
+}
+
+// Asks for the rows of a tile before they are needed; blocks are scattered, so the hardware cannot guess them.
+INLINE void prefetch_rows(const Attention& a, const TileRows& rows, int64_t low, int64_t high) {
+    const int64_t size = a.dim * (a.bf16 ? 2 : 4);
+    for (int64_t j = low; j < high; ++j)
+        for (int64_t byte = 0; byte < size; byte += 64) {
+            __builtin_prefetch(rows.key[j] + byte, 0, 3);
+            __builtin_prefetch(rows.value[j] + byte, 0, 3);
+        }
 }
 
 INLINE float element(const Attention& a, const uint8_t* row, int64_t i) {
@@ -99,78 +121,98 @@ INLINE void transpose16(const float* const* rows, float* out) {
 #endif
 
 // Keys low .. high - 1 of a tile as panels [4][dim][16]; lanes beside them are zero.
-INLINE void pack_keys(const Attention& a, const int64_t* table, int64_t head, int64_t tile, int64_t low, int64_t high,
-                      float* out) {
+INLINE void pack_keys(const Attention& a, const TileRows& rows, int64_t low, int64_t high, float* out) {
     for (int64_t panel = low / LANES; panel * LANES < high; ++panel) {
-        const uint8_t* rows[LANES];
-        int64_t known = 0;
-        for (int64_t lane = 0; lane < LANES; ++lane) {
-            int64_t j = panel * LANES + lane;
-            rows[lane] = j >= low && j < high ? cache_row(a, table, head, tile * TILE + j, false) : nullptr;
-            known += rows[lane] != nullptr;
-        }
         float* place = out + panel * a.dim * LANES;
+        const int64_t first = panel * LANES;
+        const bool whole = first >= low && first + LANES <= high && !a.bf16;
         int64_t i = 0;
-        if (known == LANES && !a.bf16) {
-            for (; i + LANES <= a.dim; i += LANES) {
-                const float* parts[LANES];
-                for (int lane = 0; lane < LANES; ++lane) parts[lane] = reinterpret_cast<const float*>(rows[lane]) + i;
-                transpose16(parts, place + i * LANES);
-            }
+        for (; whole && i + LANES <= a.dim; i += LANES) {
+            const float* parts[LANES];
+            for (int lane = 0; lane < LANES; ++lane) parts[lane] = reinterpret_cast<const float*>(rows.key[first + lane]) + i;
+            transpose16(parts, place + i * LANES);
         }
-        for (int64_t lane = 0; lane < LANES; ++lane)
+        for (int64_t lane = 0; lane < LANES; ++lane) {
+            const bool known = first + lane >= low && first + lane < high;
             for (int64_t d = i; d < a.dim; ++d)
-                place[d * LANES + lane] = rows[lane] == nullptr ? 0.0f : element(a, rows[lane], d);
+                place[d * LANES + lane] = known ? element(a, rows.key[first + lane], d) : 0.0f;
+        }
     }
+}
+
+// Values as fp32 rows of whole vectors, where they do not lie so in the pool already.
+INLINE void copy_values(const Attention& a, TileRows& rows, int64_t low, int64_t high, const QueryRows& u) {
+    if (!a.bf16 && a.dim % LANES == 0) return;
+    for (int64_t j = low; j < high; ++j) {
+        float* place = u.values + j * u.width;
+        for (int64_t d = 0; d < u.width; ++d) place[d] = d < a.dim ? element(a, rows.value[j], d) : 0.0f;
+        rows.value[j] = reinterpret_cast<const uint8_t*>(place);
+    }
+}
+
+// Lanes outside [from, to) become ``other``.
+INLINE V16 only(V16 x, int64_t from, int64_t to, float other) {
+    if (from <= 0 && to >= LANES) return x;
+    float lanes[LANES];
+    store16(lanes, x);
+    for (int64_t i = 0; i < LANES; ++i) lanes[i] = i < from || i >= to ? other : lanes[i];
+    return load16(lanes);
 }
 
 // Weights of one row of scores, in place: exp(s - peak) in [low, high), 0 elsewhere. Returns their sum.
 INLINE float weigh(float* scores, int64_t low, int64_t high, float& peak) {
-    peak = -INFINITY;
-    for (int64_t j = low; j < high; ++j) peak = scores[j] > peak ? scores[j] : peak;
-    V16 sum[4];
+    V16 weights[TILE / LANES], most = set16(-INFINITY);
     for (int64_t v = 0; v < TILE / LANES; ++v) {
-        float* lanes = scores + v * LANES;
-        V16 weight = exp16(sub(load16(lanes), set16(peak)));
-        store16(lanes, weight);
-        int64_t from = low - v * LANES, to = high - v * LANES;
-        if (from > 0 || to < LANES) {
-            for (int64_t i = 0; i < LANES; ++i)
-                if (i < from || i >= to) lanes[i] = 0.0f;
-            weight = load16(lanes);
-        }
-        sum[v] = weight;
+        weights[v] = only(load16(scores + v * LANES), low - v * LANES, high - v * LANES, -INFINITY);
+        most = max(weights[v], most);
     }
-    return sum_lanes(add(add(sum[0], sum[1]), add(sum[2], sum[3])));
+    peak = largest_lane(most);
+    for (int64_t v = 0; v < TILE / LANES; ++v) {
+        weights[v] = only(exp16(sub(weights[v], set16(peak))), low - v * LANES, high - v * LANES, 0.0f);
+        store16(scores + v * LANES, weights[v]);
+    }
+    return sum_lanes(add(add(weights[0], weights[1]), add(weights[2], weights[3])));
 }
 
-// part[rows] = sum over j in [low, high) of w[j] v[j], cut where blocks end, which changes no bit.
-INLINE void add_values(const Attention& a, const int64_t* table, int64_t head, int64_t tile, int64_t low, int64_t high,
-                       const QueryRows& u, int64_t first, int64_t rows) {
-    const bool direct = !a.bf16 && a.dim % LANES == 0;
-    for (int64_t j = low; j < high;) {
-        int64_t left = a.block_size - (tile * TILE + j) % a.block_size, count = high - j < left ? high - j : left;
-        const float* values = u.values + j * u.width;
-        int64_t step = u.width;
-        if (direct) {
-            values = reinterpret_cast<const float*>(cache_row(a, table, head, tile * TILE + j, true));
-            step = a.dim;
-        } else {
-            count = high - j;  // the copy has no borders
-        }
-        multiply_all(rows, u.scores + first * TILE + j, TILE, values, LANES, step, count, u.part + first * u.width, u.width,
-                     u.width, j == low);
-        j += count;
-    }
-}
-
-INLINE void copy_values(const Attention& a, const int64_t* table, int64_t head, int64_t tile, int64_t low, int64_t high,
-                        const QueryRows& u) {
-    if (!a.bf16 && a.dim % LANES == 0) return;
+// R rows times V panels of values, position by position: out[r] = sum over j in [low, high) of w[r][j] v[j].
+template <int R, int V>
+void multiply_values(const float* w, const uint8_t* const* values, int64_t column, int64_t low, int64_t high, float* out,
+                     int64_t ldo) {
+    V16 acc[R][V];
+    Out place{out + column, ldo, LANES, true};
+    begin(acc, place);
     for (int64_t j = low; j < high; ++j) {
-        const uint8_t* row = cache_row(a, table, head, tile * TILE + j, true);
-        for (int64_t d = 0; d < u.width; ++d) u.values[j * u.width + d] = d < a.dim ? element(a, row, d) : 0.0f;
+        const float* row = reinterpret_cast<const float*>(values[j]) + column;
+        V16 value[V];
+        for (int v = 0; v < V; ++v) value[v] = load16(row + v * LANES);
+        for (int r = 0; r < R; ++r) {
+            V16 weight = set16(w[r * TILE + j]);
+            for (int v = 0; v < V; ++v) acc[r][v] = fma(weight, value[v], acc[r][v]);
+        }
     }
+    finish(acc, place);
+}
+
+template <int R>
+INLINE void add_some(const QueryRows& u, const TileRows& rows, int64_t low, int64_t high, int64_t first) {
+    const float* w = u.scores + first * TILE;
+    float* out = u.part + first * u.width;
+    int64_t column = 0;
+#if LANES_AVX512
+    for (; column + 4 * LANES <= u.width; column += 4 * LANES)
+        multiply_values<R, 4>(w, rows.value, column, low, high, out, u.width);
+    for (; column + 2 * LANES <= u.width; column += 2 * LANES)
+        multiply_values<R, 2>(w, rows.value, column, low, high, out, u.width);
+#endif
+    for (; column < u.width; column += LANES) multiply_values<R, 1>(w, rows.value, column, low, high, out, u.width);
+}
+
+// part[r] = sum over j in [low, high) of w[r][j] v[j], for rows first .. first + count - 1.
+INLINE void add_values(const QueryRows& u, const TileRows& rows, int64_t low, int64_t high, int64_t first, int64_t count) {
+    for (; count >= 4; first += 4, count -= 4) add_some<4>(u, rows, low, high, first);
+    if (count == 3) add_some<3>(u, rows, low, high, first);
+    if (count == 2) add_some<2>(u, rows, low, high, first);
+    if (count == 1) add_some<1>(u, rows, low, high, first);
 }
 
 INLINE void merge(const QueryRows& u, int64_t row, float peak, float sum) {
@@ -192,8 +234,9 @@ INLINE void merge(const QueryRows& u, int64_t row, float peak, float sum) {
     u.peak[row] = highest;
 }
 
-INLINE void attend_tile(const Attention& a, const QueryRows& u, const int64_t* table, int64_t head, int64_t tile) {
-    int64_t low = TILE, high = 0;
+// The positions of a tile that at least one query of the unit sees; whether all of them see all of it.
+INLINE bool seen(const Attention& a, const QueryRows& u, int64_t tile, int64_t& low, int64_t& high) {
+    low = TILE, high = 0;
     bool whole = true;
     for (int64_t t = 0; t < u.tokens; ++t) {
         int64_t from, to;
@@ -203,9 +246,22 @@ INLINE void attend_tile(const Attention& a, const QueryRows& u, const int64_t* t
         low = from < low ? from : low;
         high = to > high ? to : high;
     }
+    return whole;
+}
+
+INLINE void attend_tile(const Attention& a, const QueryRows& u, const int64_t* table, int64_t head, int64_t tile,
+                        TileRows (&places)[2]) {
+    int64_t low, high, next_low, next_high;
+    const bool whole = seen(a, u, tile, low, high);
     if (high <= low) return;
-    pack_keys(a, table, head, tile, low, high, u.keys);
-    copy_values(a, table, head, tile, low, high, u);
+    TileRows& rows = places[tile % 2];
+    seen(a, u, tile + 1, next_low, next_high);
+    if (next_high > next_low) {
+        find_rows(a, table, head, tile + 1, next_low, next_high, places[(tile + 1) % 2]);
+        if (a.table_stride) prefetch_rows(a, places[(tile + 1) % 2], next_low, next_high);
+    }
+    pack_keys(a, rows, low, high, u.keys);
+    copy_values(a, rows, low, high, u);
     const int64_t left = low / LANES * LANES, right = (high + LANES - 1) / LANES * LANES;
     multiply_all(u.rows, u.q, a.dim, u.keys + left * a.dim, a.dim * LANES, LANES, a.dim, u.scores + left, TILE, right - left,
                  true);
@@ -223,10 +279,10 @@ INLINE void attend_tile(const Attention& a, const QueryRows& u, const int64_t* t
             if (!whole && (r + 1 == token_end || r + 1 == end)) {
                 int64_t start = r / u.group * u.group;
                 start = start < begin ? begin : start;
-                add_values(a, table, head, tile, from, to, u, start, r + 1 - start);
+                add_values(u, rows, from, to, start, r + 1 - start);
             }
         }
-        if (whole) add_values(a, table, head, tile, 0, TILE, u, begin, end - begin);
+        if (whole) add_values(u, rows, 0, TILE, begin, end - begin);
         for (int64_t r = begin; r < end; ++r)
             if (sums[r - begin] >= 0 || sums[r - begin] != sums[r - begin]) merge(u, r, peaks[r - begin], sums[r - begin]);
     }
@@ -267,7 +323,11 @@ void attend(const Attention& a, int64_t unit, Scratch& scratch) {
     }
     if (good) {
         int64_t from = a.window && first >= a.window ? (first - a.window + 1) / TILE : 0;
-        for (int64_t tile = from; tile <= last / TILE; ++tile) attend_tile(a, u, table, head, tile);
+        TileRows places[2];
+        int64_t low, high;
+        seen(a, u, from, low, high);
+        if (high > low) find_rows(a, table, head, from, low, high, places[from % 2]);
+        for (int64_t tile = from; tile <= last / TILE; ++tile) attend_tile(a, u, table, head, tile, places);
     }
     for (int64_t r = 0; r < u.rows; ++r) {
         float* out = a.out + (u.first + r / u.group) * a.ldo + (head * u.group + r % u.group) * dim;

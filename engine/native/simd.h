@@ -67,8 +67,9 @@ INLINE V16 from_int8(const uint8_t* p) {
 }
 INLINE void from_nibbles(const uint8_t* p, V16& low, V16& high) {
     __m512i bytes = _mm512_cvtepu8_epi32(_mm_loadu_si128(reinterpret_cast<const __m128i*>(p)));
-    low = {_mm512_cvtepi32_ps(_mm512_and_si512(bytes, _mm512_set1_epi32(15)))};
-    high = {_mm512_cvtepi32_ps(_mm512_srli_epi32(bytes, 4))};
+    const __m512 numbers = _mm512_setr_ps(0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15);
+    low = {_mm512_permutexvar_ps(bytes, numbers)};  // looks at the low four bits only: mask and conversion in one
+    high = {_mm512_permutexvar_ps(_mm512_srli_epi32(bytes, 4), numbers)};
 }
 INLINE V16 from_half(const uint8_t* p) {
     return {_mm512_cvtph_ps(_mm256_loadu_si256(reinterpret_cast<const __m256i*>(p)))};
@@ -187,6 +188,14 @@ INLINE float sum_lanes(V16 x) {
     store16(lanes, x);
     for (int half = 8; half > 0; half /= 2)
         for (int i = 0; i < half; ++i) lanes[i] = lanes[i] + lanes[i + half];
+    return lanes[0];
+}
+
+INLINE float largest_lane(V16 x) {
+    float lanes[LANES];
+    store16(lanes, x);
+    for (int half = 8; half > 0; half /= 2)
+        for (int i = 0; i < half; ++i) lanes[i] = lanes[i] > lanes[i + half] ? lanes[i] : lanes[i + half];
     return lanes[0];
 }
 
