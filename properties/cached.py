@@ -17,11 +17,18 @@ SALTS = (None, "s1", "s2")  # those that the workloads use
 class Contents:
     def __init__(self) -> None:
         self._known: dict[bytes, Content] = {root(salt): (salt, ()) for salt in SALTS}
+        self._named: dict[int, tuple[BlockKey, object]] = {}  # block: its key, and the name of that
 
     def name(self, ledger: Ledger) -> dict[int, object]:
         """Content of every published block; the key itself where its chain leads nowhere."""
-        waiting = dict(ledger.published)
         named: dict[int, object] = {}
+        waiting: dict[int, BlockKey] = {}
+        for block, key in ledger.published.items():
+            seen = self._named.get(block)
+            if seen is not None and seen[0] is key:  # the very same value, so the same name
+                named[block] = seen[1]
+            else:
+                waiting[block] = key
         while waiting:
             ready = {block: key for block, key in waiting.items() if key.parent in self._known}
             if not ready:
@@ -29,6 +36,7 @@ class Contents:
             for block, key in ready.items():
                 del waiting[block]
                 named[block] = self._learn(key)
+                self._named[block] = key, named[block]
         return named
 
     def _learn(self, key: BlockKey) -> object:

@@ -47,49 +47,57 @@ class Listening(Known, Protocol):
 
 State = Mapping[str, Any]
 Step = Mapping[str, Any]
+Pair = tuple[str, object, object]  # a name, the engine's value, the specification's
 
 
 def decisions(record: StepRecord, step: Step) -> tuple[Fact, ...]:
     plan = record.plan
-    return differing(
-        [
-            ("aborted", [end.request for end in record.aborted], step["aborted"]),
-            ("reaped", list(record.reaped), step["reaped"]),
-            ("grown", [grow.request for grow in plan.grown], [request for request, _ in step["grown"]]),
-            ("preempted", list(record.preempted), step["preempted"]),
-            ("admitted", [seat.request for seat in plan.seated], [request for request, *_ in step["admitted"]]),
-            (
-                "chunks",
-                [(chunk.request, chunk.start, len(chunk.tokens), chunk.samples) for chunk in plan.chunks],
-                [(request, *rest) for request, _, *rest in step["chunks"]],
-            ),
-            (
-                "decodes",
-                sorted((decode.request, decode.position) for decode in plan.decodes),
-                sorted((request, position) for request, _, position in step["decodes"]),
-            ),
-            ("finished", sorted((end.request, end.reason) for end in record.finished), sorted(step["finished"])),
-            ("failed", record.error is not None, step["error"]),
-        ]
-    )
+    pairs: list[Pair] = []
+    if record.aborted or step["aborted"]:
+        pairs.append(("aborted", [end.request for end in record.aborted], step["aborted"]))
+    if record.reaped or step["reaped"]:
+        pairs.append(("reaped", list(record.reaped), step["reaped"]))
+    if plan.grown or step["grown"]:
+        pairs.append(("grown", [grow.request for grow in plan.grown], [request for request, _ in step["grown"]]))
+    if record.preempted or step["preempted"]:
+        pairs.append(("preempted", list(record.preempted), step["preempted"]))
+    if plan.seated or step["admitted"]:
+        mine: object = [seat.request for seat in plan.seated]
+        pairs.append(("admitted", mine, [request for request, *_ in step["admitted"]]))
+    if plan.chunks or step["chunks"]:
+        mine = [(chunk.request, chunk.start, len(chunk.tokens), chunk.samples) for chunk in plan.chunks]
+        pairs.append(("chunks", mine, [(request, *rest) for request, _, *rest in step["chunks"]]))
+    if plan.decodes or step["decodes"]:
+        mine = sorted([(decode.request, decode.position) for decode in plan.decodes])
+        pairs.append(("decodes", mine, sorted([(request, position) for request, _, position in step["decodes"]])))
+    if record.finished or step["finished"]:
+        mine = sorted([(end.request, end.reason) for end in record.finished])
+        pairs.append(("finished", mine, sorted(step["finished"])))
+    pairs.append(("failed", record.error is not None, step["error"]))
+    return differing(pairs)
 
 
 def ledger(record: StepRecord, mine: Ledger, step: Step, after: State) -> tuple[Fact, ...]:
-    tables = {request: tuple(table) for request, table in after["tables"].items()}
-    return differing(
-        [
-            ("blocks grown", [grow.block for grow in record.plan.grown], [block for _, block in step["grown"]]),
-            ("blocks seated", [seat.table for seat in record.plan.seated], [tuple(b) for _, _, b in step["admitted"]]),
-            ("waiting", mine.waiting, tuple(after["waiting"])),
-            ("running", mine.running, tuple(after["running"])),
-            ("status", mine.status, after["status"]),
-            ("tables", _held(mine.tables), _held(tables)),
-            ("blank", mine.blank, tuple(after["blank"])),
-            ("references", mine.references, _references(tables, len(mine.references))),
-            ("computed", mine.computed, after["computed"]),
-            ("num_tokens", mine.num_tokens, after["num_tokens"]),
-        ]
-    )
+    tables = after["tables"]
+    pairs: list[Pair] = []
+    if record.plan.grown or step["grown"]:
+        pairs.append(
+            ("blocks grown", [grow.block for grow in record.plan.grown], [block for _, block in step["grown"]])
+        )
+    if record.plan.seated or step["admitted"]:
+        seated = [seat.table for seat in record.plan.seated]
+        pairs.append(("blocks seated", seated, [table for _, _, table in step["admitted"]]))
+    pairs += [
+        ("waiting", mine.waiting, tuple(after["waiting"])),
+        ("running", mine.running, tuple(after["running"])),
+        ("status", mine.status, after["status"]),
+        ("tables", _held(mine.tables), _held(tables)),
+        ("blank", mine.blank, tuple(after["blank"])),
+        ("references", mine.references, _references(tables, len(mine.references))),
+        ("computed", mine.computed, after["computed"]),
+        ("num_tokens", mine.num_tokens, after["num_tokens"]),
+    ]
+    return differing(pairs)
 
 
 def cache(
@@ -97,22 +105,17 @@ def cache(
 ) -> tuple[Fact, ...]:
     """Rule 11: who took how many hits, what is published where, and what would be evicted first. ``contents`` is the
     engine's published blocks, each named by what it holds."""
-    starts = {chunk.request: chunk.start for chunk in record.plan.chunks}
-    return differing(
-        [
-            (
-                "hits",
-                [(seat.request, starts.get(seat.request)) for seat in record.plan.seated],
-                [
-                    (request, at)
-                    for request, _, at, *_ in step["chunks"]
-                    if request in {r for r, *_ in step["admitted"]}
-                ],
-            ),
-            ("cached", mine.cached, tuple(after.get("cached", ()))),
-            ("published", dict(sorted(contents.items())), dict(sorted(after.get("published", {}).items()))),
-        ]
-    )
+    pairs: list[Pair] = []
+    if record.plan.seated or step["admitted"]:
+        starts = {chunk.request: chunk.start for chunk in record.plan.chunks}
+        admitted = {request for request, *_ in step["admitted"]}
+        hits = [(request, at) for request, _, at, *_ in step["chunks"] if request in admitted]
+        pairs.append(("hits", [(seat.request, starts.get(seat.request)) for seat in record.plan.seated], hits))
+    pairs.append(("cached", mine.cached, tuple(after.get("cached", ()))))
+    published = after.get("published", {})
+    if contents != published:
+        pairs.append(("published", dict(sorted(contents.items())), dict(sorted(published.items()))))
+    return differing(pairs)
 
 
 def _held(tables: Mapping[int, tuple[int, ...]]) -> dict[int, tuple[int, ...]]:
@@ -132,31 +135,33 @@ def rows(record: StepRecord, mine: Ledger, step: Step, before: State, after: Sta
     plan = record.plan
     old: Mapping[int, int] = before["rows"]
     vacated = [old[request] for request in (*step["reaped"], *step["preempted"]) if request in old]
-    return differing(
-        [
-            ("vacated", list(plan.vacated), vacated),
-            ("rows grown", [grow.row for grow in plan.grown], [old[request] for request, _ in step["grown"]]),
-            ("moves", [(move.src, move.dst, move.swap) for move in plan.moves], moves(step, old, vacated)),
-            ("rows seated", [seat.row for seat in plan.seated], [row for _, row, _ in step["admitted"]]),
-            ("rows of chunks", [chunk.row for chunk in plan.chunks], [row for _, row, *_ in step["chunks"]]),
-            (
-                "rows of decodes",
-                [(decode.request, decode.row) for decode in plan.decodes],
-                [(request, row) for request, row, _ in step["decodes"]],
-            ),
-            ("rows", mine.rows, {request: row for request, row in after["rows"].items() if row is not None}),
-            (
-                "order of samples",
-                [request for request, _ in record.sampled],
-                [request for request, _ in step["sampled"]],
-            ),
-            ("order of ends", [end.request for end in record.finished], [request for request, _ in step["finished"]]),
-        ]
-    )
+    pairs: list[Pair] = [("vacated", plan.vacated, tuple(vacated))]
+    if plan.grown or step["grown"]:
+        pairs.append(("rows grown", [grow.row for grow in plan.grown], [old[request] for request, _ in step["grown"]]))
+    if plan.moves or step["moves"]:
+        moved = [(move.src, move.dst, move.swap) for move in plan.moves]
+        pairs.append(("moves", moved, moves(step, old, vacated)))
+    if plan.seated or step["admitted"]:
+        pairs.append(("rows seated", [seat.row for seat in plan.seated], [row for _, row, _ in step["admitted"]]))
+    if plan.chunks or step["chunks"]:
+        pairs.append(("rows of chunks", [chunk.row for chunk in plan.chunks], [row for _, row, *_ in step["chunks"]]))
+    if plan.decodes or step["decodes"]:
+        decoding = [(decode.request, decode.row) for decode in plan.decodes]
+        pairs.append(("rows of decodes", decoding, [(request, row) for request, row, _ in step["decodes"]]))
+    pairs.append(("rows", mine.rows, after["rows"]))
+    if record.sampled or step["sampled"]:
+        order = [request for request, _ in record.sampled]
+        pairs.append(("order of samples", order, [request for request, _ in step["sampled"]]))
+    if record.finished or step["finished"]:
+        order = [end.request for end in record.finished]
+        pairs.append(("order of ends", order, [request for request, _ in step["finished"]]))
+    return differing(pairs)
 
 
 def moves(step: Step, old: Mapping[int, int], vacated: Sequence[int]) -> list[tuple[int, int, bool]]:
     """The model's moves, with the swap derived from who sat where: ``dst`` was taken."""
+    if not step["moves"]:
+        return []
     taken = set(old.values()) - set(vacated)
     moved = []
     for src, dst in step["moves"]:
@@ -176,35 +181,29 @@ def replay(record: StepRecord, step: Step) -> tuple[Fact, ...]:
     elif isinstance(launch, Eager):
         mine = ("eager", launch.reason)
     theirs = step["launch"]
-    return differing([("launch", mine, None if theirs is None else tuple(theirs))])
+    return () if mine == theirs else differing([("launch", mine, theirs)])
 
 
 def tokens(record: StepRecord, step: Step, known: Mapping[int, Known]) -> tuple[Fact, ...]:
     """``known`` holds what the harness knows of each request before this step."""
     plan = record.plan
-    seats = [seat for seat in plan.seated if seat.request in known]
-    chunks = [chunk for chunk in plan.chunks if chunk.request in known]
-    decodes = [decode for decode in plan.decodes if decode.request in known]
-    return differing(
-        [
-            (
-                "tokens seated",
-                [(seat.prompt_len, seat.tokens) for seat in seats],
-                [(known[seat.request].prompt_len, tuple(known[seat.request].tokens)) for seat in seats],
-            ),
-            (
-                "tokens of chunks",
-                [chunk.tokens for chunk in chunks],
-                [tuple(known[c.request].tokens[c.start : c.start + len(c.tokens)]) for c in chunks],
-            ),
-            (
-                "tokens of decodes",
-                [decode.token for decode in decodes],
-                [known[decode.request].tokens[-1] for decode in decodes],
-            ),
-            ("appended", sorted((request, got.token) for request, got in record.sampled), sorted(step["sampled"])),
-        ]
-    )
+    pairs: list[Pair] = []
+    seats = [seat for seat in plan.seated if seat.request in known] if plan.seated else []
+    if seats:
+        theirs = [(known[seat.request].prompt_len, tuple(known[seat.request].tokens)) for seat in seats]
+        pairs.append(("tokens seated", [(seat.prompt_len, seat.tokens) for seat in seats], theirs))
+    chunks = [chunk for chunk in plan.chunks if chunk.request in known] if plan.chunks else []
+    if chunks:
+        parts = [tuple(known[c.request].tokens[c.start : c.start + len(c.tokens)]) for c in chunks]
+        pairs.append(("tokens of chunks", [chunk.tokens for chunk in chunks], parts))
+    decodes = [decode for decode in plan.decodes if decode.request in known] if plan.decodes else []
+    if decodes:
+        last = [known[decode.request].tokens[-1] for decode in decodes]
+        pairs.append(("tokens of decodes", [decode.token for decode in decodes], last))
+    if record.sampled or step["sampled"]:
+        sampled = sorted([(request, got.token) for request, got in record.sampled])
+        pairs.append(("appended", sampled, sorted(step["sampled"])))
+    return differing(pairs)
 
 
 def text(told: Mapping[int, str], step: Step, known: Mapping[int, Listening]) -> tuple[Fact, ...]:
