@@ -1,4 +1,4 @@
-"""Drives a ``ModelRunner`` by hand-made plans and keeps the logits of every sampled row, without a scheduler."""
+"""Drives a runner by hand-made plans and keeps the logits of every sampled row, without a scheduler; torch or native kernels."""
 
 from __future__ import annotations
 
@@ -14,6 +14,9 @@ from engine.compute.weights import Weights, load_weights
 from engine.control.limits import Limits
 from engine.control.plan import Chunk, Decode, Eager, Grow, Move, Plan, Replay, Sampled, Seat
 from engine.loading.synthetic import synthetic_model
+from engine.native.library import Pool
+from engine.native.runner import NativeRunner, library
+from engine.native.weights import NativeWeights, load_native
 
 ODD = {"hidden_size": 40, "intermediate_size": 36, "num_heads": 5, "num_kv_heads": 1, "head_dim": 8, "vocab_size": 283}
 """Sizes at which the vectors of every instruction set leave a tail."""
@@ -25,14 +28,31 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     "window": ("mistral", {"sliding_windows": (9, None)}),
     "odd": ("llama", ODD),
 }
+NATIVE = tuple(f"native {name}" for name in MODELS)
+"""The same models on native kernels."""
 
 
 @functools.cache
-def shared_weights(name: str) -> Weights:
-    """Weights and probe of a small model, made once per test process."""
-    family, overrides = MODELS[name]
+def shared_weights(name: str) -> Any:
+    """Weights of a small model, made once per test process: ``Weights`` with their probe, or ``NativeWeights``."""
+    family, overrides = MODELS[name.removeprefix("native ")]
+    if name in NATIVE:
+        return load_native(synthetic_model(family, **overrides), library())
     with torch.inference_mode():
         return load_weights(synthetic_model(family, **overrides), torch.device("cpu"), torch.float32)
+
+
+@functools.cache
+def native_threads(count: int) -> Pool:
+    return library().pool(count)
+
+
+def runner_for(weights: Weights | NativeWeights, limits: Limits, threads: int = 1) -> Any:
+    """``threads`` is for native kernels; torch's are set once per process."""
+    model = synthetic_model()  # not read: the weights are given
+    if isinstance(weights, NativeWeights):
+        return NativeRunner(model, limits, weights=weights, pool=native_threads(threads))
+    return ModelRunner(model, limits, weights=weights)
 
 
 class Spy:
@@ -62,7 +82,7 @@ class Driver:
 
     def __init__(
         self,
-        weights: Weights,
+        weights: Weights | NativeWeights,
         *,
         rows: int = 4,
         block_size: int = 4,
@@ -71,6 +91,7 @@ class Driver:
         captures: tuple[tuple[int, int], ...] = (),
         order: Sequence[int] | None = None,
         poison: float | None = None,
+        threads: int = 2,
     ) -> None:
         limits = Limits(
             num_blocks=num_blocks,
@@ -81,8 +102,7 @@ class Driver:
             vocab_size=weights.config.vocab_size,
             captures=captures,
         )
-        model = synthetic_model()  # not read: the weights are given
-        self.runner = ModelRunner(model, limits, weights=weights)
+        self.runner = runner_for(weights, limits, threads)
         self.spy = Spy()
         self.runner.sampler = self.spy  # type: ignore[assignment]
         if poison is not None:
@@ -138,7 +158,7 @@ def text(seed: int, length: int, vocab: int = 283) -> tuple[int, ...]:
 @functools.cache
 def solo(name: str, tokens: tuple[int, ...], prompt: int) -> dict[int, bytes]:
     """Logits by position of the new token: the request alone, prompt in one chunk, then one eager decode per token."""
-    driver = Driver(shared_weights(name), rows=1)
+    driver = Driver(shared_weights(name), rows=1, threads=1)
     driver.start({0: tokens[:prompt]})
     for position in range(prompt, len(tokens)):
         driver.decode({0: (position, tokens[position])})

@@ -19,7 +19,7 @@ from engine.compute.linear import Linear
 from engine.compute.weights import Weights, load_weights
 from engine.control.plan import Eager, Move, Plan, Replay
 from engine.loading.synthetic import synthetic_model
-from tests.compute.driver import MODELS, Driver, differences, shared_weights, solo, text
+from tests.compute.driver import MODELS, NATIVE, Driver, differences, shared_weights, solo, text
 
 PROMPT, TOTAL = 61, 68  # decoding crosses the first tile's end
 
@@ -40,10 +40,10 @@ def run(
         )
 
 
-@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize("name", [*MODELS, *NATIVE])
 def test_batch_size_and_replay(name: str) -> None:
     shapes = tuple((rows, width) for rows in (1, 2, 4, 8, 16, 17) for width in (18, 33))
-    for rows in (1, 2, 3, 4, 5, 7, 9, 13, 16, 17) if name != "llama" else range(1, 18):
+    for rows in (1, 2, 3, 4, 5, 7, 9, 13, 16, 17) if not name.endswith("llama") else range(1, 18):
         captured = next(r for r in (1, 2, 4, 8, 16, 17) if r >= rows)
         driver = Driver(shared_weights(name), rows=17, captures=shapes, num_blocks=400)
         requests = requests_for(rows)
@@ -51,7 +51,7 @@ def test_batch_size_and_replay(name: str) -> None:
         assert differences(driver, name, requests) == []
 
 
-@pytest.mark.parametrize("name", ["llama", "window", "odd"])
+@pytest.mark.parametrize("name", ["llama", "window", "odd", "native llama", "native window", "native odd"])
 @pytest.mark.parametrize("chunk", [*range(1, 20), 31, 32, 33, 60, 61])
 def test_chunk_size(name: str, chunk: int) -> None:
     driver = Driver(shared_weights(name), rows=2)
@@ -61,7 +61,7 @@ def test_chunk_size(name: str, chunk: int) -> None:
     assert differences(driver, name, requests) == []
 
 
-@pytest.mark.parametrize("name", ["llama", "window", "odd"])
+@pytest.mark.parametrize("name", ["llama", "window", "odd", "native llama", "native window", "native odd"])
 @pytest.mark.parametrize("block_size", [1, 3, 4, 16, 48, 64, 100, 256])
 def test_block_size_and_ids(name: str, block_size: int) -> None:
     driver = Driver(shared_weights(name), rows=3, block_size=block_size, order=list(range(255, -1, -1)))
@@ -71,14 +71,15 @@ def test_block_size_and_ids(name: str, block_size: int) -> None:
 
 
 @pytest.mark.parametrize("width", [17, 18, 31, 32, 33, 40])
-def test_table_width(width: int) -> None:
-    driver = Driver(shared_weights("window"), rows=2, captures=((2, width),))
+@pytest.mark.parametrize("name", ["window", "native window"])
+def test_table_width(name: str, width: int) -> None:
+    driver = Driver(shared_weights(name), rows=2, captures=((2, width),))
     requests = requests_for(2)
     run(driver, requests, Replay(2, width, 0))
-    assert differences(driver, "window", requests) == []
+    assert differences(driver, name, requests) == []
 
 
-@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize("name", [*MODELS, *NATIVE])
 def test_recompute_after_preemption(name: str) -> None:
     """Tokens that were decoded one by one are prefilled as one chunk, in other blocks and another row."""
     tokens = text(0, TOTAL)
@@ -88,7 +89,7 @@ def test_recompute_after_preemption(name: str) -> None:
         assert driver.spy.logits[3, kept] == solo(name, tokens, PROMPT)[kept]
 
 
-@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize("name", [*MODELS, *NATIVE])
 @pytest.mark.parametrize("poison", [float("nan"), float("inf"), 1e38])
 def test_poisoned_pool(name: str, poison: float) -> None:
     """B039: memory that nobody wrote yet, trash included, never reaches anybody, replayed and eager."""

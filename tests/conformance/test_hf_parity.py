@@ -17,10 +17,12 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from engine.compute.runner import ModelRunner
-from engine.compute.weights import load_weights
+from engine.compute.weights import Weights, load_weights
 from engine.control.plan import Eager
 from engine.loading import load_model
 from engine.loading.model import LoadedModel, RopeScaling
+from engine.native.runner import library
+from engine.native.weights import NativeWeights, load_native
 from tests.compute.driver import Driver, text
 from tests.models import write_folder
 
@@ -78,15 +80,20 @@ def reference(folders: Any) -> Any:
     return load
 
 
-def driver_for(model: LoadedModel) -> Driver:
+def weights_for(model: LoadedModel, compute: str) -> Weights | NativeWeights:
+    if compute == "native":
+        return load_native(model, library())
     with torch.inference_mode():
-        weights = load_weights(model, torch.device("cpu"), torch.float32)
-    return Driver(weights, rows=1, block_size=16, max_model_len=256, num_blocks=16)
+        return load_weights(model, torch.device("cpu"), torch.float32)
 
 
-def our_logits(model: LoadedModel) -> torch.Tensor:
+def driver_for(model: LoadedModel, compute: str = "torch") -> Driver:
+    return Driver(weights_for(model, compute), rows=1, block_size=16, max_model_len=256, num_blocks=16)
+
+
+def our_logits(model: LoadedModel, compute: str) -> torch.Tensor:
     """Logits after positions PROMPT - 1 .. LENGTH - 1, the prompt in chunks, the rest decoded."""
-    driver, tokens = driver_for(model), text(7, LENGTH)
+    driver, tokens = driver_for(model, compute), text(7, LENGTH)
     driver.start({0: tokens[:PROMPT]}, chunk=37)
     for position in range(PROMPT, LENGTH):
         driver.decode({0: (position, tokens[position])})
@@ -94,19 +101,21 @@ def our_logits(model: LoadedModel) -> torch.Tensor:
     return torch.from_numpy(np.stack(rows).copy())
 
 
-def error(model: LoadedModel, reference: torch.Tensor) -> float:
-    return (our_logits(model) - reference[PROMPT - 1 :]).abs().max().item()
+def error(model: LoadedModel, reference: torch.Tensor, compute: str = "torch") -> float:
+    return (our_logits(model, compute) - reference[PROMPT - 1 :]).abs().max().item()
 
 
+@pytest.mark.parametrize("compute", ["torch", "native"])
 @pytest.mark.parametrize("case", CASES)
-def test_logits(case: str, folders: Any, reference: Any) -> None:
+def test_logits(case: str, compute: str, folders: Any, reference: Any) -> None:
     _, logits = reference(case)
     assert logits.std() > 1.0  # a flat distribution would agree with anything
-    assert error(load_model(folders(case)), logits) < TOLERANCE
+    assert error(load_model(folders(case)), logits, compute) < TOLERANCE
 
 
+@pytest.mark.parametrize("compute", ["torch", "native"])
 @pytest.mark.parametrize("case", ["llama", "llama-yarn", "mistral-window", "qwen2", "qwen3"])
-def test_greedy_tokens(case: str, folders: Any, reference: Any) -> None:
+def test_greedy_tokens(case: str, compute: str, folders: Any, reference: Any) -> None:
     prompt = text(3, 60)
     ids = torch.tensor([prompt])
     with torch.inference_mode():
@@ -119,7 +128,7 @@ def test_greedy_tokens(case: str, folders: Any, reference: Any) -> None:
             do_sample=False,
             eos_token_id=-1,
         )[0, 60:].tolist()
-    assert greedy(driver_for(load_model(folders(case))), prompt, 64) == answer
+    assert greedy(driver_for(load_model(folders(case)), compute), prompt, 64) == answer
 
 
 def greedy(driver: Driver, prompt: tuple[int, ...], count: int) -> list[int]:
@@ -175,12 +184,15 @@ CHANGES: list[tuple[str, str, Any]] = [
 ]
 
 
+@pytest.mark.parametrize("compute", ["torch", "native"])
 @pytest.mark.parametrize(("case", "name", "change"), CHANGES, ids=[f"{case}:{name}" for case, name, _ in CHANGES])
-def test_one_changed_field_is_noticed(case: str, name: str, change: Any, folders: Any, reference: Any) -> None:
+def test_one_changed_field_is_noticed(
+    case: str, name: str, change: Any, compute: str, folders: Any, reference: Any
+) -> None:
     model = load_model(folders(case))
     changed = attrs.evolve(model, config=change(model.config))
     assert changed.config != model.config
-    assert error(changed, reference(case)[1]) > 10 * TOLERANCE
+    assert error(changed, reference(case)[1], compute) > 10 * TOLERANCE
 
 
 def test_rope_scaling_kind_that_is_unknown(folders: Any) -> None:
