@@ -7,6 +7,7 @@ the other checks; so a wrong decision is not reported here a second time.
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Iterator
 
 import attrs
 
@@ -36,11 +37,23 @@ class Caller:
     recomputed: int = 0
     replayed: int = 0
     first: int | None = None
+    cached: int = 0  # tokens that the first admission found
 
     @classmethod
     def of(cls, request: int, event: Submit, max_tokens: int, stops: frozenset[int], text: SoloText) -> Caller:
         prompt = list(prompt_tokens(event.prompt))
         return cls(request, len(prompt), prompt, max_tokens, event.min_tokens, stops, text)
+
+    def told_now(self) -> Iterator[str]:
+        """What its last token did to its text, by name, for the floors."""
+        generated, text = len(self.tokens) - self.prompt_len, self.text
+        if generated == text.after:
+            yield "stopped by a string"
+        before, now = text.told(generated - 1), text.told(generated)
+        if now == before and now != text.text:
+            yield "text held back"
+        if "\ufffd" in now[len(before) :]:
+            yield "character told as U+FFFD"
 
 
 def judge(caller: Caller, oracle: solo.Oracle) -> tuple[Fact, ...]:
@@ -84,9 +97,11 @@ class Totals:
         for request in record.preempted:
             if request in callers:
                 callers[request].preempted += 1
+        starts = {chunk.request: chunk.start for chunk in plan.chunks}
         for seat in plan.seated:
             if seat.request in callers and callers[seat.request].first is None:
                 callers[seat.request].first = record.iteration
+                callers[seat.request].cached = starts.get(seat.request, 0)
         if record.error is None:
             self._forward(record, callers)
         else:
@@ -135,8 +150,14 @@ class Totals:
             pairs.append(
                 (
                     f"facts of r{end.request}",
-                    (facts.preemptions, facts.recomputed_tokens, facts.replayed_steps, facts.first_iteration),
-                    (caller.preempted, caller.recomputed, caller.replayed, caller.first),
+                    (
+                        facts.preemptions,
+                        facts.recomputed_tokens,
+                        facts.replayed_steps,
+                        facts.first_iteration,
+                        facts.cached_tokens,
+                    ),
+                    (caller.preempted, caller.recomputed, caller.replayed, caller.first, caller.cached),
                 )
             )
             pairs.append((f"last iteration of r{end.request}", facts.last_iteration, record.iteration))
