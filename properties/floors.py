@@ -51,6 +51,11 @@ FLOORS: Mapping[str, float] = {
     "readmitted at once": 0.009,
     "head held back with the cache on": 0.13,
     "finished: stop": 0.2,
+    "stopped by a string": 0.08,
+    "text held back": 0.4,
+    "character told as U+FFFD": 0.4,
+    "left at once": 0.08,
+    "shutdown": 0.03,
     "finished: length": 0.42,
     "refused: empty_prompt": 0.065,
     "refused: token_out_of_range": 0.06,
@@ -86,6 +91,10 @@ class Occurrences:
         if status == "waiting" and self._preempted[request]:
             status = "preempted"
         self._seen[f"aborted while {status}"] += 1
+
+    def happened(self, name: str) -> None:
+        """Something that the specification's own step does not show: of text and of clients."""
+        self._seen[name] += 1
 
     def step(self, step: Mapping[str, Any], before: Mapping[str, Any], after: Mapping[str, Any]) -> None:
         """``before`` and ``after`` are the specification's states around the step."""

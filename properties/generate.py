@@ -17,6 +17,7 @@ from typing import Protocol, TypeVar
 import attrs
 
 from engine.trace import OUTSIDE, Abort, Event, FailStep, Shape, Submit, Workload
+from properties.dressing import dress
 
 T = TypeVar("T")
 
@@ -69,7 +70,7 @@ def workload(source: Source) -> Workload:
     swarm = _swarm(source)
     least = source.pick((1, 4, 8))
     events = tuple(source.many(lambda s: _event(s, swarm), least, 3 * least + 2))
-    return Workload(_shape(source, swarm, events), events)
+    return dress(source, Workload(_shape(source, swarm, events), events))
 
 
 def _swarm(source: Source) -> Swarm:

@@ -181,6 +181,8 @@ class Lockstep:
                 text = script.texts[at] if script.texts else SILENT
                 self._callers[request] = Caller.of(request, event, settled, stops, text)
                 self._answers[request] = range(first_id, self._submitted)
+            if event.client == "leaves":
+                self._occurrences.happened("left at once")
         except Refused as refusal:
             theirs = refusal.reason
             self._events[-1] = f"({self._events[-1]} {refusal.reason})"
@@ -218,6 +220,7 @@ class Lockstep:
 
     def shutdown(self) -> None:
         requests = range(self._submitted)
+        self._occurrences.happened("shutdown")
         if (rung := self._rung) is not None:
             self._guarded(lambda: rung.shutdown(requests), self._iteration + 1)
         for request in requests:
@@ -247,6 +250,8 @@ class Lockstep:
             self._keep(step, record, ledger)
         for request, token in step.get("sampled", ()):
             self._callers[request].tokens.append(token)
+            for name in self._callers[request].told_now():
+                self._occurrences.happened(name)
         self._over.update(request for request, _ in step.get("finished", ()))
         if step.get("error") and self._rung is not None and self._rung.shared:
             for request, _ in step["finished"]:  # who is told of the failure asks for no more
