@@ -108,6 +108,7 @@ def settle(config: EngineConfig, model: LoadedModel, device: str, dtype: torch.d
         watermark=watermark,
         max_waiting=config.max_waiting,
         persistent_batch=config.persistent_batch,
+        prefix_cache=config.enable_prefix_caching,
         captures=captures,
     )
 
@@ -172,6 +173,7 @@ def _capacity(
             "context",
             f"{limits.max_model_len} tokens; {tokens / limits.max_model_len:.1f} requests of that length at once",
         ),
+        ("prefix cache", "on" if limits.prefix_cache else "off"),
         ("batch", f"{limits.max_num_seqs} rows, {limits.max_num_batched_tokens} tokens an iteration"),
         ("recorded graphs", graphs),
         ("byte identity", runner.probe_summary),

@@ -26,6 +26,7 @@ class EngineConfig:
 
     ``model``: a folder, a .gguf file or a hub id; ``None`` is the small model that is installed beside the engine.
     ``watermark``: blocks that admission leaves free for the growth of running requests (rule 8); ``None`` is 1 % of the pool.
+    ``enable_prefix_caching``: requests take over the full KV blocks of an equal beginning (rule 11); it changes no answer.
     ``capture_rows`` x ``capture_widths`` (rows x blocks) are the recorded shapes; ``None`` covers every decode step.
     ``seed``: makes the seeds of requests that bring none a function of their arrival number; ``None`` draws them.
     """
@@ -44,6 +45,7 @@ class EngineConfig:
     capture_rows: tuple[int, ...] | None = None
     capture_widths: tuple[int, ...] | None = None
     persistent_batch: bool = True
+    enable_prefix_caching: bool = True
     threads: int | None = None
     seed: int | None = None
 

@@ -23,7 +23,7 @@ from engine.control.plan import Runner
 from engine.control.record import Ledger, StepRecord
 from engine.control.request import Refusal, StopText, Submission
 from engine.control.scheduler import Scheduler
-from engine.request import InvalidRequest, SamplingParams, SamplingSpec
+from engine.request import InvalidRequest, SamplingParams, SamplingSpec, check_salt
 
 if TYPE_CHECKING:
     from engine.config import EngineConfig
@@ -111,8 +111,9 @@ class Engine:
 
     # Events ------------------------------------------------------------------------------------------------------
 
-    def check(self, prompt: Sequence[int], params: SamplingParams) -> None:
+    def check(self, prompt: Sequence[int], params: SamplingParams, salt: str | None = None) -> None:
         """Raises what ``submit`` would raise for a request that can never be served; queues nothing."""
+        check_salt(salt)
         params.check_vocabulary(self.limits.vocab_size)
         if params.n > self.limits.max_waiting:
             raise InvalidRequest("n", f"n is {params.n}, but the queue holds {self.limits.max_waiting} requests")
@@ -128,11 +129,17 @@ class Engine:
         *,
         priority: int = 0,
         texts: Sequence[StopText] = (),
+        salt: str | None = None,
+        takes_hits: bool = True,
     ) -> Submitted:
         """Queues ``params.n`` requests. ``texts``: one per choice when there are stop strings, fed in commit (rule 13).
 
-        Raises ``InvalidRequest`` for token ids outside the vocabulary in ``params`` and ``Rejected`` for the door's no.
+        Only requests of one ``salt`` share blocks in the prefix cache; without ``takes_hits`` every position is computed,
+        though later requests may hit what it wrote (rule 11).
+        Raises ``InvalidRequest`` for token ids outside the vocabulary in ``params`` or a bad salt and ``Rejected`` for the
+        door's no.
         """
+        check_salt(salt)
         params.check_vocabulary(self.limits.vocab_size)
         if params.stop and len(texts) != params.n:
             raise InvalidRequest(
@@ -151,6 +158,8 @@ class Engine:
             min_tokens=params.min_tokens,
             texts=tuple(texts),
             payloads=tuple(SamplingSpec(params, seed, masked) for seed in seeds),
+            salt=salt,
+            takes_hits=takes_hits,
         )
         try:
             return Submitted(self.scheduler.submit(submission, params.n), seeds)

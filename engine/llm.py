@@ -55,6 +55,12 @@ class Output:
     def finish_reason(self) -> str:
         return self.choices[0].finish_reason
 
+    @property
+    def cached_tokens(self) -> int:
+        """Leading prompt tokens that the first choice found in the prefix cache; its neighbours find what it computes."""
+        facts = self.choices[0].facts
+        return 0 if facts is None else facts.cached_tokens
+
 
 @attrs.define
 class _Live:
@@ -97,9 +103,11 @@ class LLM:
         prompts: Prompt | Sequence[Prompt],
         params: SamplingParams | Sequence[SamplingParams] | None = None,
         *,
+        salt: str | None = None,
         progress: bool = True,
     ) -> list[Output]:
         """One ``Output`` per prompt, in order. Prompts are text or token ids; all are checked before the first runs.
+        ``salt``: the prefix cache is shared only with requests that have the same one.
 
         Raises ``InvalidRequest`` (its message starts with the prompt's index). A step that fails ends its requests with
         finish reason ``error``. Ctrl-C aborts what is running and leaves the engine usable.
@@ -111,24 +119,32 @@ class LLM:
         encoded = [self._encode(prompt) for prompt in batch]
         for index, (ids, one) in enumerate(zip(encoded, each, strict=True)):
             try:
-                self.engine.check(ids, one)
+                self.engine.check(ids, one, salt)
             except InvalidRequest as error:
                 raise InvalidRequest(error.param, f"prompt {index}: {error}", error.code) from None
-        return self._run(encoded, each, progress)
+        return self._run(encoded, each, salt, progress)
 
     def chat(
-        self, messages: Sequence[dict[str, Any]], params: SamplingParams | None = None, *, progress: bool = False
+        self,
+        messages: Sequence[dict[str, Any]],
+        params: SamplingParams | None = None,
+        *,
+        salt: str | None = None,
+        progress: bool = False,
     ) -> Output:
         """One conversation through the model's chat template."""
-        return self.generate([self.render(messages)], params, progress=progress)[0]
+        return self.generate([self.render(messages)], params, salt=salt, progress=progress)[0]
 
-    def stream(self, prompt: Prompt, params: SamplingParams | None = None) -> Iterator[str]:
+    def stream(self, prompt: Prompt, params: SamplingParams | None = None, *, salt: str | None = None) -> Iterator[str]:
         """The text of one answer, piece by piece; the pieces join to ``generate``'s text. Closing it aborts the request."""
         one = params or SamplingParams()
         if one.n != 1:
             raise InvalidRequest("n", f"n is {one.n}, but a stream has one answer")
-        ((request, live),) = self._submit(self._encode(prompt), one)
+        requests: list[int] = []
         try:
+            with _ctrl_c_afterwards():  # so that whatever was submitted is left
+                ((request, live),) = self._submit(self._encode(prompt), one, salt)
+                requests.append(request)
             while live.end is None:
                 self._step()
                 if piece := live.text.take():
@@ -136,7 +152,7 @@ class LLM:
             if piece := live.text.take():  # what came while another caller stepped
                 yield piece
         finally:
-            self._leave([request])
+            self._leave(requests)
 
     def render(self, messages: Sequence[dict[str, Any]]) -> list[int]:
         """Token ids of a conversation, ready for the answer. Raises ``InvalidRequest`` without a chat template."""
@@ -152,7 +168,7 @@ class LLM:
             raise InvalidRequest("prompt", f"{self.engine.model.name} has no tokenizer; pass token ids")
         return self.engine.model.tokenizer.encode(prompt)
 
-    def _submit(self, ids: list[int], params: SamplingParams) -> list[tuple[int, _Live]]:
+    def _submit(self, ids: list[int], params: SamplingParams, salt: str | None) -> list[tuple[int, _Live]]:
         texts = [
             TextStream(
                 self.engine.model.tokenizer,
@@ -163,7 +179,7 @@ class LLM:
             )
             for _ in range(params.n)
         ]
-        submitted = self.engine.submit(ids, params, texts=texts if params.stop else ())
+        submitted = self.engine.submit(ids, params, texts=texts if params.stop else (), salt=salt)
         lives = [_Live(text, seed, bool(params.stop)) for text, seed in zip(texts, submitted.seeds, strict=True)]
         mine = list(zip(submitted.requests, lives, strict=True))
         self._lives.update(mine)
@@ -191,7 +207,9 @@ class LLM:
         for request in requests:
             self._lives.pop(request, None)
 
-    def _run(self, encoded: list[list[int]], each: list[SamplingParams], progress: bool) -> list[Output]:
+    def _run(
+        self, encoded: list[list[int]], each: list[SamplingParams], salt: str | None, progress: bool
+    ) -> list[Output]:
         groups: list[list[_Live]] = []
         running: dict[int, _Live] = {}
         submitted: list[int] = []
@@ -204,10 +222,11 @@ class LLM:
                         pending
                         and len(self.engine.scheduler.waiting) + pending[-1][1].n <= self.engine.limits.max_waiting
                     ):
-                        group = self._submit(*pending.pop())
+                        with _ctrl_c_afterwards():
+                            group = self._submit(*pending.pop(), salt)
+                            submitted.extend(request for request, _ in group)
                         groups.append([live for _, live in group])
                         running.update(group)
-                        submitted.extend(request for request, _ in group)
                     tokens = self._step()
                     done = [request for request, live in running.items() if live.end is not None]
                     for request in done:

@@ -17,6 +17,7 @@ MAX_STOP_STRINGS = 16
 MAX_STOP_CHARS = 500
 MAX_LOGIT_BIAS = 1024
 SEED_RANGE = (-(2**63), 2**63 - 1)
+MAX_SALT_CHARS = 256
 
 
 class InvalidRequest(ValueError):
@@ -26,6 +27,13 @@ class InvalidRequest(ValueError):
         super().__init__(message)
         self.param = param
         self.code = code
+
+
+def check_salt(salt: str | None) -> None:
+    """A salt separates prefix-cache entries (rule 11). Raises ``InvalidRequest`` unless it is absent or 1 to 256 characters."""
+    if salt is not None and not (isinstance(salt, str) and 1 <= len(salt) <= MAX_SALT_CHARS):
+        what = f"has {len(salt)} characters" if isinstance(salt, str) else f"is {salt!r:.40}"
+        raise InvalidRequest("salt", f"salt {what}, but must be a text of 1 to {MAX_SALT_CHARS} characters")
 
 
 def _number(params: SamplingParams, name: str, low: float, high: float, *, open_low: bool = False) -> None:

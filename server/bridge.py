@@ -133,12 +133,17 @@ class Bridge:
         return self._thread is not None and self._thread.is_alive()
 
     async def submit(
-        self, prompts: Sequence[tuple[int, ...]], params: SamplingParams, choices: Sequence[Choice], priority: int = 0
+        self,
+        prompts: Sequence[tuple[int, ...]],
+        params: SamplingParams,
+        choices: Sequence[Choice],
+        priority: int = 0,
+        salt: str | None = None,
     ) -> Generation:
         """Queues every choice or none. Raises ``ApiError`` 503 or the door's ``InvalidRequest``. Must be closed."""
         if (refusal := self.refusal()) is not None:
             raise refusal
-        generation = Generation(prompts, params, choices, priority=priority, arrived=time.monotonic())
+        generation = Generation(prompts, params, choices, priority=priority, salt=salt, arrived=time.monotonic())
         self._open.add(generation)
         self._commands.put(partial(self._submit, generation))
         try:
@@ -271,7 +276,9 @@ class Bridge:
             for index, prompt in enumerate(generation.prompts):
                 choices = generation.choices[index * n : (index + 1) * n]
                 texts = [choice.text for choice in choices] if generation.params.stop else ()
-                submitted = engine.submit(prompt, generation.params, priority=generation.priority, texts=texts)
+                submitted = engine.submit(
+                    prompt, generation.params, priority=generation.priority, texts=texts, salt=generation.salt
+                )
                 accepted += submitted.requests
                 seeds += submitted.seeds
         except InvalidRequest as error:

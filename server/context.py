@@ -24,7 +24,8 @@ from server.prompts import Desk, Prompt, make_choices
 from server.settings import ServerSettings
 
 TORCH = metadata.version("torch")
-_SIZES = frozenset({"KV cache", "context", "batch", "recorded graphs"})  # rows of the table that change no byte
+# Rows of the table that change no byte.
+_SIZES = frozenset({"KV cache", "context", "prefix cache", "batch", "recorded graphs"})
 
 
 @attrs.define
@@ -71,6 +72,7 @@ class Context:
         *,
         stream: bool,
         priority: int = 0,
+        salt: str | None = None,
         names: Mapping[str, str] | None = None,
     ) -> None:
         """Submits, sends, and leaves nothing behind, however it ends. ``names``: see ``of_invalid``."""
@@ -87,7 +89,7 @@ class Context:
         _check_before_queue(engine, prompts, params, names)
         choices = await self.desk.run(make_choices, prompts, params, engine.model)
         try:
-            generation = await self.bridge.submit([p.ids for p in prompts], params, choices, priority)
+            generation = await self.bridge.submit([p.ids for p in prompts], params, choices, priority, salt)
         except InvalidRequest as error:
             raise of_invalid(error, names) from None
         try:

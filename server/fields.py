@@ -69,7 +69,6 @@ UNSUPPORTED: dict[str, tuple[Any, ...]] = {
 # Fields that change nothing about the answer's text, by the promise of those who defined them.
 IGNORED = frozenset(
     {
-        "cache_salt",  # separates prefix-cache entries; nothing is shared here
         "include_reasoning",
         "metadata",
         "parallel_tool_calls",

@@ -56,6 +56,7 @@ async def generate(body: GenerateBody, request: Request) -> Response:
             shape,
             stream=bool(body.stream),
             priority=body.priority or 0,
+            salt=body.cache_salt,
             names={"prompt": field, "max_tokens": "sampling_params.max_new_tokens", "stop": "sampling_params.stop"},
         )
 

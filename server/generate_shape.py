@@ -91,6 +91,7 @@ class GenerateShape:
                 meta |= {
                     "first_iteration": end.facts.first_iteration,
                     "last_iteration": end.facts.last_iteration,
+                    "cached_tokens": end.facts.cached_tokens,
                     "preemptions": end.facts.preemptions,
                     "recomputed_tokens": end.facts.recomputed_tokens,
                     "replayed_steps": end.facts.replayed_steps,

@@ -113,9 +113,11 @@ async def server_info(request: Request) -> Response:
             "max_waiting": limits.max_waiting,
             "block_size": limits.block_size,
             "num_kv_blocks": limits.num_blocks,
+            "enable_prefix_caching": limits.prefix_cache,
             "running": reading.running,
             "waiting": reading.waiting,
             "free_kv_blocks": reading.free_blocks,
+            "cached_kv_blocks": reading.cached_blocks,
             "phase": str(context.bridge.phase),
         }
     )

@@ -93,11 +93,13 @@ class Generation:
         choices: Sequence[Choice],
         *,
         priority: int = 0,
+        salt: str | None = None,
         arrived: float = 0.0,
     ) -> None:
         self.prompts = tuple(prompts)
         self.params = params
         self.priority = priority
+        self.salt = salt
         self.arrived = arrived
         self.choices = tuple(choices)
         self.closed = False

@@ -84,6 +84,7 @@ class Reading:
     running: int = 0
     blocks: int = 0
     free_blocks: int = 0
+    cached_blocks: int = 0  # of the free ones: their content is still a hit
     rows: int = 0
     free_rows: int = 0
     counters: Counters = attrs.field(factory=Counters)
@@ -105,6 +106,7 @@ class Reading:
             running=len(scheduler.running),
             blocks=engine.limits.num_blocks,
             free_blocks=scheduler.pool.num_free,
+            cached_blocks=scheduler.pool.num_cached,
             rows=engine.limits.max_num_seqs,
             free_rows=scheduler.rows.num_free,
             counters=frozen,
@@ -125,6 +127,12 @@ class Metrics:
         self._prompt_tokens = Counter(
             f"{prefix}:prompt_tokens",
             "Prompt tokens of requests that reached their first token.",
+            ["model_name", "engine"],
+            registry=self.registry,
+        )
+        self._queries = Counter(
+            f"{prefix}:prefix_cache_queries",
+            "Tokens that admissions looked up in the prefix cache, those of resumed requests included.",
             ["model_name", "engine"],
             registry=self.registry,
         )
@@ -150,6 +158,8 @@ class Metrics:
             for value in values:
                 child.observe(value)
         self._prompt_tokens.labels(*labels).inc(times.prompt_tokens)
+        asked = sum(len(seat.tokens) for seat in record.plan.seated) if engine.limits.prefix_cache else 0
+        self._queries.labels(*labels).inc(asked)
         self.reading = Reading.of(engine)
 
     def exposition(self) -> bytes:
@@ -174,9 +184,11 @@ class _Readings(Collector):
         yield self._gauge("num_requests_waiting", "Requests in the queue, preempted ones included.", reading.waiting)
         yield self._gauge("kv_cache_usage_perc", "Share of KV blocks in use, 0 to 1.", used / max(1, reading.blocks))
         yield self._states("blocks", "KV blocks.", {"used": used, "free": reading.free_blocks})
+        yield self._gauge("cached_blocks", "Free KV blocks that still hold a prefix.", reading.cached_blocks)
         yield self._states("rows", "Cache rows.", {"used": reading.rows - reading.free_rows, "free": reading.free_rows})
         for name, text, value in (
             ("num_preemptions", "Requests that gave their blocks back and started over.", counters.preemptions),
+            ("prefix_cache_hits", "Tokens that admissions found in the prefix cache.", counters.prefix_hit_tokens),
             ("generation_tokens", "Tokens sampled.", counters.sampled_tokens),
             ("iterations", "Iterations of the engine.", counters.iterations),
             ("decode_steps", "Iterations in which a row decoded.", counters.decode_steps),

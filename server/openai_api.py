@@ -57,6 +57,7 @@ async def completions(body: CompletionBody, request: Request) -> Response:
             partial(CompletionShape, wish=wish),
             stream=bool(body.stream),
             priority=body.priority or 0,
+            salt=body.cache_salt,
         )
 
     return Answer(work)
@@ -85,6 +86,7 @@ async def chat(body: ChatBody, request: Request) -> Response:
             partial(ChatShape, wish=wish),
             stream=bool(body.stream),
             priority=body.priority or 0,
+            salt=body.cache_salt,
             names={"prompt": "messages"},
         )
 

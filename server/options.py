@@ -74,6 +74,9 @@ class Options:
     persistent_batch: Annotated[
         bool, _flag(_MEMORY, "Keep decoding requests in the first rows, so that every decode step can replay a graph.")
     ] = True
+    enable_prefix_caching: Annotated[
+        bool, _flag(_MEMORY, "Keep the KV blocks of what was computed, for later requests that begin the same.")
+    ] = True
 
     host: Annotated[str, _flag(_HTTP, "Address to listen on.")] = "127.0.0.1"
     port: Annotated[int, _flag(_HTTP, "Port to listen on; 0 takes a free one.")] = 8000

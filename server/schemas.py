@@ -11,7 +11,15 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field
 
-from engine.request import MAX_CHOICES, MAX_LOGIT_BIAS, MAX_LOGPROBS, MAX_STOP_CHARS, MAX_STOP_STRINGS, SEED_RANGE
+from engine.request import (
+    MAX_CHOICES,
+    MAX_LOGIT_BIAS,
+    MAX_LOGPROBS,
+    MAX_SALT_CHARS,
+    MAX_STOP_CHARS,
+    MAX_STOP_STRINGS,
+    SEED_RANGE,
+)
 
 MAX_MESSAGES = 4096
 MAX_PARTS = 1024
@@ -24,6 +32,14 @@ Stop = StopString | Annotated[list[StopString], Field(max_length=MAX_STOP_STRING
 StopIds = Annotated[list[Annotated[int, Field(ge=0, le=INT32)]], Field(max_length=MAX_STOP_IDS, fail_fast=True)]
 Seed = Annotated[int, Field(ge=SEED_RANGE[0], le=SEED_RANGE[1])]
 Priority = Annotated[int, Field(ge=-(2**31), le=INT32, description="Lower is served first, as in vLLM.")]
+Salt = Annotated[
+    str,
+    Field(
+        min_length=1,
+        max_length=MAX_SALT_CHARS,
+        description="The prefix cache is shared only among requests of one salt; a secret one keeps others from guessing.",
+    ),
+]
 Prompt = Annotated[
     Any,
     Field(
@@ -93,6 +109,7 @@ class OpenAIBody(Sampling):
     stream: bool | None = None
     stream_options: StreamOptions | None = None
     priority: Priority | None = None
+    cache_salt: Salt | None = None
     return_token_ids: bool | None = None
     return_tokens_as_token_ids: bool | None = None
     add_special_tokens: bool | None = None
@@ -151,6 +168,7 @@ class GenerateBody(Body):
         | None
     ) = None
     priority: Priority | None = None
+    cache_salt: Salt | None = None
 
 
 class TokenizeBody(Body):

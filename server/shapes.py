@@ -65,10 +65,26 @@ class _OpenAIShape:
             chunk["usage"] = self._usage() if self.wish.continuous_usage else None
         return chunk
 
-    def _usage(self) -> dict[str, int]:
+    def _usage(self) -> dict[str, Any]:
         prompt = sum(len(ids) for ids in self.generation.prompts)
         completion = 0 if self.wish.drop_tokens else sum(self._counts)
-        return {"prompt_tokens": prompt, "completion_tokens": completion, "total_tokens": prompt + completion}
+        usage: dict[str, Any] = {
+            "prompt_tokens": prompt,
+            "completion_tokens": completion,
+            "total_tokens": prompt + completion,
+        }
+        if (cached := self._cached()) is not None:
+            usage["prompt_tokens_details"] = {"cached_tokens": cached}
+        return usage
+
+    def _cached(self) -> int | None:
+        """Prompt tokens found in the prefix cache, each prompt counted once, as its first choice found it: the other
+        choices hit what that one computes. None until those have ended, in the usage of a chunk on the way."""
+        first = {choice.prompt: choice for choice in reversed(self.generation.choices)}
+        ends = [choice.end for choice in first.values()]
+        if any(end is None or end.facts is None for end in ends):
+            return None
+        return sum(end.facts.cached_tokens for end in ends if end is not None and end.facts is not None)
 
     def _count(self, delta: Delta) -> None:
         self._counts[delta.index] += len(delta.tokens)

@@ -44,6 +44,11 @@ class BlockPool:
         """Blocks that a request could be given now: blank, or cached without owner."""
         return len(self._blank) + len(self._cached)
 
+    @property
+    def num_cached(self) -> int:
+        """Of the free ones, those whose content is published."""
+        return len(self._cached)
+
     def blank(self) -> tuple[int, ...]:
         """Blank blocks, the next to be handed out first."""
         return tuple(reversed(self._blank))

@@ -9,6 +9,7 @@ have changed.
 from __future__ import annotations
 
 import functools
+from collections import Counter
 from collections.abc import Sequence
 from typing import Any, TypeVar
 
@@ -227,9 +228,13 @@ def faults(engine: Engine, record: StepRecord) -> list[str]:
     """POOL-OK after one iteration, and whether it got anywhere."""
     found = [*engine.audit()]
     ledger = engine.ledger()
-    owned = [block for table in ledger.tables.values() for block in table]
-    if sorted((*owned, *ledger.blank)) != list(range(engine.limits.num_blocks)):
-        found.append(f"tables {ledger.tables} and blank {ledger.blank} are not each block once")
+    owned = Counter(block for table in ledger.tables.values() for block in table)
+    if sorted((*owned, *ledger.blank, *ledger.cached)) != list(range(engine.limits.num_blocks)):
+        found.append(f"tables {ledger.tables}, blank {ledger.blank} and cached {ledger.cached} are not each block once")
+    if list(ledger.references) != [owned[block] for block in range(engine.limits.num_blocks)]:
+        found.append(f"references {ledger.references} do not count tables {ledger.tables}")
+    if not engine.limits.prefix_cache and (ledger.cached or ledger.published or max(owned.values(), default=1) > 1):
+        found.append(f"blocks are shared {owned} or cached {ledger.cached} without a prefix cache")
     if len(set(ledger.rows.values())) != len(ledger.rows) or ledger.rows.keys() != set(ledger.running):
         found.append(f"rows {ledger.rows} are not one for each of {ledger.running}")
     if ledger.waiting and not ledger.running:
@@ -252,8 +257,10 @@ def held(engine: Engine) -> list[str]:
     found = [*engine.audit()]
     if ledger.waiting or ledger.running or engine.has_work:
         found.append(f"{ledger.waiting} wait and {ledger.running} run")
-    if sorted(ledger.blank) != list(range(limits.num_blocks)) or any(ledger.references):
-        found.append(f"blank are {ledger.blank}, references {ledger.references}")
+    if sorted((*ledger.blank, *ledger.cached)) != list(range(limits.num_blocks)) or any(ledger.references):
+        found.append(f"blank are {ledger.blank}, cached {ledger.cached}, references {ledger.references}")
+    if ledger.cached and not limits.prefix_cache:
+        found.append(f"{ledger.cached} are cached without a prefix cache")
     if engine.scheduler.rows.num_free != limits.max_num_seqs or any(o is not None for o in engine.scheduler.rows.owner):
         found.append(f"rows belong to {engine.scheduler.rows.owner}")
     if hasattr(engine.runner, "rows_state") and engine.runner.rows_state():
@@ -272,6 +279,7 @@ class Watched:
         self.complaints: list[str] = []
         self.tables: dict[int, list[int]] = {}  # by row
         self.filled: dict[int, int] = {}  # positions with K/V, by row
+        self.full: set[int] = set()  # blocks written to the end since they were handed out: content that may be hit
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self.inner, name)
@@ -293,32 +301,45 @@ class Watched:
             self.complaints.append(f"iteration {plan.iteration}: wrote {sorted(changed)}, not {sorted(expected)}")
         for row, position in _written(plan):
             self.filled[row] = max(self.filled[row], position + 1)
+            if position % self.inner.limits.block_size == self.inner.limits.block_size - 1:
+                self.full.add(self._cell(row, position)[0])
         return sampled
 
     def _follow(self, plan: Plan) -> None:
+        size = self.inner.limits.block_size
         for row in plan.vacated:
             del self.tables[row], self.filled[row]
         for grow in plan.grown:
+            self.full.discard(grow.block)
             if grow.row in self.tables:
                 self.tables[grow.row].append(grow.block)
         for move in plan.moves:
             _relabel(self.tables, move)
             _relabel(self.filled, move)
+        starts = {chunk.request: chunk.start for chunk in plan.chunks}
         for seat in plan.seated:
-            self.tables[seat.row], self.filled[seat.row] = list(seat.table), 0
+            hits = starts[seat.request] // size
+            self.tables[seat.row], self.filled[seat.row] = list(seat.table), hits * size
+            if not self.full.issuperset(seat.table[:hits]):
+                self.complaints.append(
+                    f"iteration {plan.iteration}: {seat.table[:hits]} are hits, full are {self.full}"
+                )
+            self.full.difference_update(seat.table[hits:])
 
     def _cell(self, row: int, position: int) -> tuple[int, int]:
         size = self.inner.limits.block_size
         return self.tables[row][position // size], position % size
 
     def _poison(self) -> None:
-        """NaN wherever no live request has computed K/V; the zero block is the engine's own."""
+        """NaN wherever no live request has computed K/V and no hit can lie; the zero block is the engine's own."""
         pool = self.inner.pool
         keep = torch.zeros(pool.layers[0].shape[1], pool.block_size, dtype=torch.bool)
         keep[pool.zero_block] = True
         for row, count in self.filled.items():
             for position in range(count):
                 keep[self._cell(row, position)] = True
+        if self.inner.limits.prefix_cache:
+            keep[list(self.full)] = True
         for layer in pool.layers:
             layer.masked_fill_(~keep[None, :, None, :, None], float("nan"))
 

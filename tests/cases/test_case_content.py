@@ -153,9 +153,10 @@ def test_b018_four_that_fit_alone_all_finish() -> None:
     assert 0 < shared.counters.preemptions < 4 * 16 / 4  # at most once for each block that somebody grew by
 
 
+@pytest.mark.parametrize("cache", [False, True])
 @pytest.mark.parametrize("budget", [4, 7, 64])
 @pytest.mark.parametrize("kind", ["greedy", "seeded"])
-def test_b019_preempted_after_any_number_of_tokens(kind: str, budget: int) -> None:
+def test_b019_preempted_after_any_number_of_tokens(kind: str, budget: int, cache: bool) -> None:
     """A senior request takes the victim's blocks after 1, 3, 9 tokens, and more than once; nobody can tell afterwards."""
     params = greedy(14) if kind == "greedy" else seeded(14, 5, repetition_penalty=1.3, presence_penalty=0.4)
     after: set[int] = set()
@@ -164,7 +165,7 @@ def test_b019_preempted_after_any_number_of_tokens(kind: str, budget: int) -> No
         for blocks in (6, 7):
             asks = [Ask(text(50 + ahead, ahead), greedy(12)), Ask(text(7, 9), params)]
             asks.append(Ask(text(70, 5), greedy(8), at=8 + ahead, priority=-1))
-            shared = engine(num_kv_blocks=blocks, max_num_batched_tokens=budget)
+            shared = engine(num_kv_blocks=blocks, max_num_batched_tokens=budget, enable_prefix_caching=cache)
             seen: list[StepRecord] = []
             answers = play(shared, asks, seen)
             assert differences(asks, answers) == []
@@ -184,7 +185,7 @@ def test_b019_preempted_after_any_number_of_tokens(kind: str, budget: int) -> No
                 history += any(request == 1 for request, _ in record.sampled)
     assert most >= 2
     assert len(after & set(range(1, 14))) >= 5, after
-    if budget > 4:
+    if budget > 4 and not cache:
         assert {1, 3, 9} <= after, after
 
 

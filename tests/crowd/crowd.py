@@ -46,12 +46,13 @@ class Ask:
     def greedy(self) -> bool:
         return bool(self.sampling["temperature"] == 0)
 
-    def body(self, stream: bool) -> dict[str, Any]:
+    def body(self, stream: bool, salt: str | None = None) -> dict[str, Any]:
         return {
             "input_ids": list(self.input_ids),
             "sampling_params": self.sampling,
             "stream": stream,
             "return_logits_digest": True,
+            "cache_salt": salt,
         }
 
 
@@ -174,6 +175,7 @@ class Served:
             time.sleep(0.005)
         limits = self.engine.limits
         assert (seen["blocks_used"], seen["blocks_free"]) == (0, limits.num_blocks)
+        assert limits.prefix_cache or seen["cached_blocks"] == seen["prefix_cache_hits_total"] == 0
         assert (seen["rows_used"], seen["rows_free"]) == (0, limits.max_num_seqs)
         assert seen["failed_steps_total"] == 0
         assert not self.engine.has_work
@@ -204,11 +206,11 @@ def serving(engine: Engine) -> Iterator[Served]:
 # Clients -------------------------------------------------------------------------------------------------------------
 
 
-def ask(url: str, what: Ask, stream: bool) -> Answer:
+def ask(url: str, what: Ask, stream: bool, salt: str | None = None) -> Answer:
     """One client with a connection of its own."""
     with (
         httpx2.Client(timeout=PATIENCE, trust_env=False, verify=False) as client,
-        client.stream("POST", f"{url}/generate", json=what.body(stream)) as response,
+        client.stream("POST", f"{url}/generate", json=what.body(stream, salt)) as response,
     ):
         if response.status_code != 200 or not stream:
             response.read()
@@ -247,9 +249,9 @@ def _said(one: dict[str, Any], what: Ask) -> Said:
     )
 
 
-def alone(url: str, asks: Sequence[Ask]) -> list[Answer]:
+def alone(url: str, asks: Sequence[Ask], salt: str | None = None) -> list[Answer]:
     """One after the other, not streamed."""
-    return [ask(url, one, False) for one in asks]
+    return [ask(url, one, False, salt) for one in asks]
 
 
 def together(served: Served, asks: Sequence[Ask], order: Sequence[int]) -> list[Answer]:

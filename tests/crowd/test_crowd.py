@@ -1,8 +1,8 @@
 """Thirty-two clients at once are each told what they are told alone, to the byte of the logits (promise P2).
 
-The reference is each request alone on a server with an ample pool; the crowd meets a server whose pool forces
-preemption, one that cuts prompts into chunks of 16 tokens, and servers without graphs or without compaction. That the
-comparison can fail is shown by three engines that break the promise on purpose.
+The reference is each request alone on a server with an ample pool and no prefix cache; the crowd meets a server whose
+pool forces preemption, one that cuts prompts into chunks of 16 tokens, and servers without graphs, without compaction or
+without the prefix cache. That the comparison can fail is shown by engines that break the promise on purpose.
 """
 
 from __future__ import annotations
@@ -21,6 +21,7 @@ from engine.compute import sampler
 from engine.compute.linear import Linear
 from engine.compute.sampling_noise import stream_key
 from engine.compute.weights import Weights, load_weights
+from engine.control import prefix
 from engine.loading.model import LoadedModel
 from engine.loading.synthetic import synthetic_model
 from tests.crowd.crowd import Answer, Ask, alone, crowd, differences, first_difference, make_engine, serving, together
@@ -34,7 +35,9 @@ SERVERS: dict[str, dict[str, Any]] = {
     | {"num_kv_blocks": 9, "block_size": 16, "max_num_seqs": 6, "capture_rows": (6,), "capture_widths": (8,)},
     "no graphs": AMPLE | {"num_kv_blocks": 40, "enforce_eager": True},
     "no compaction": AMPLE | {"num_kv_blocks": 40, "persistent_batch": False},
+    "no prefix cache": AMPLE | {"num_kv_blocks": 32, "enable_prefix_caching": False},
 }
+ALONE = AMPLE | {"enable_prefix_caching": False}
 ASKS = crowd(32, prompts=(2, 90), tokens=(3, 30), ids=(3, 500))
 ORDERS = {
     "in order": list(range(32)),
@@ -52,9 +55,10 @@ def model() -> Model:
 
 
 def each_alone(model: Model, asks: Sequence[Ask]) -> list[Answer]:
-    with serving(make_engine(*model, **AMPLE)) as served:
+    with serving(make_engine(*model, **ALONE)) as served:
         answers = alone(served.url, asks)
-        assert served.idle_metrics()["num_preemptions_total"] == 0
+        metrics = served.idle_metrics()
+        assert metrics["num_preemptions_total"] == metrics["prefix_cache_hits_total"] == 0
     return answers
 
 
@@ -94,6 +98,7 @@ def test_the_crowd_is_mixed(reference: list[Answer]) -> None:
         ("blocks of 16, one wide graph", "in order"),
         ("no graphs", "shuffled"),
         ("no compaction", "shuffled"),
+        ("no prefix cache", "shuffled"),
     ],
 )
 def test_together_as_alone(model: Model, reference: list[Answer], server: str, order: str) -> None:
@@ -110,10 +115,31 @@ def test_together_as_alone(model: Model, reference: list[Answer], server: str, o
         assert metrics["recomputed_tokens_total"] > 0
         assert metrics["num_preemptions_total"] == sum(said.facts["preemptions"] for said in ends)
     assert (metrics.get("replays_total", 0) > 0) == (server != "no graphs")
+    assert (metrics["prefix_cache_hits_total"] > 0) == (server != "no prefix cache")
+    assert metrics["prefix_cache_hits_total"] <= metrics["prefix_cache_queries_total"]
     if settings.get("max_num_batched_tokens") == 16:
         for ask, (said, *_) in zip(ASKS, answers, strict=True):
             span = said.facts["last_iteration"] - said.facts["first_iteration"] + 1
-            assert span >= len(said.tokens) - 1 + -(-len(ask.input_ids) // 16)
+            assert span >= len(said.tokens) - 1 + -(-(len(ask.input_ids) - said.facts["cached_tokens"]) // 16)
+
+
+def test_asked_again_as_the_first_time(model: Model, reference: list[Answer]) -> None:
+    """Cold and warm: the second answer computes what no block holds, and says the same. A fresh salt finds nothing."""
+    with serving(make_engine(*model, **AMPLE)) as served:
+        rounds = [alone(served.url, ASKS, salt) for salt in ("one", "one", "other")]
+        metrics = served.idle_metrics()
+    for answers in rounds:
+        assert differences(reference, answers) == []
+    size = AMPLE["block_size"]
+    full = [(len(ask.input_ids) - 1) // size * size for ask in ASKS]
+    cached = [[answer[0].facts["cached_tokens"] for answer in answers] for answers in rounds]
+    assert cached[1] == full  # the pool is ample: nothing was evicted
+    assert cached[0] == cached[2]  # what their beginnings share
+    assert 0 < sum(cached[0]) < sum(full)
+    hits = sum(said.facts["cached_tokens"] for answers in rounds for answer in answers for said in answer)
+    assert metrics["prefix_cache_hits_total"] == hits
+    asked = sum(len(ask.input_ids) * len(answer) for ask, answer in zip(ASKS, reference, strict=True))
+    assert metrics["prefix_cache_queries_total"] == len(rounds) * asked
 
 
 # The tests of the tester ---------------------------------------------------------------------------------------------
@@ -151,6 +177,15 @@ def test_a_linear_that_depends_on_its_rows_is_seen(model: Model, monkeypatch: py
     wrong = differences(expected, answers)
     assert len(wrong) >= 6, wrong
     assert "logits None" not in wrong[0]
+
+
+def test_a_hit_on_another_content_is_seen(model: Model, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A cache that looks at what a block begins with only."""
+    real = prefix.block_key
+    monkeypatch.setattr(prefix, "block_key", lambda parent, held: real(b"", held[:1]))
+    answers, metrics = all_at_once(model, ASKS, AMPLE, ORDERS["in order"])
+    assert metrics["prefix_cache_hits_total"] > 0
+    assert differences(each_alone(model, ASKS), answers) != []
 
 
 def test_noise_from_one_generator_for_all_is_seen(model: Model, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -18,6 +18,7 @@ from engine.loading.model import LoadedModel
 from tests.crowd.crowd import Answer, Ask, alone, crowd, differences, make_engine, serving, together
 
 AMPLE: dict[str, Any] = {"num_kv_blocks": 256, "block_size": 16, "max_num_seqs": 8, "max_model_len": 256}
+ALONE = AMPLE | {"enable_prefix_caching": False}
 SMALL_POOL = AMPLE | {"num_kv_blocks": 22, "block_size": 4}
 CHUNKS = AMPLE | {"max_num_batched_tokens": 16}
 MANY = crowd(32, prompts=(3, 56), tokens=(4, 20), ids=(100, 40000))
@@ -34,7 +35,7 @@ def model() -> Model:
 
 
 def each_alone(model: Model, asks: Sequence[Ask]) -> list[Answer]:
-    with serving(make_engine(*model, **AMPLE)) as served:
+    with serving(make_engine(*model, **ALONE)) as served:
         answers = alone(served.url, asks)
         assert served.idle_metrics()["num_preemptions_total"] == 0
     return answers
@@ -47,6 +48,7 @@ def all_at_once(
         answers = together(served, asks, order)
         metrics = served.idle_metrics()
     assert metrics["replays_total"] > 0
+    assert (metrics["prefix_cache_hits_total"] > 0) == settings.get("enable_prefix_caching", True)
     return answers, metrics
 
 
@@ -73,6 +75,6 @@ def test_thirty_two_clients(model: Model) -> None:
         answers, metrics = all_at_once(model, MANY, SMALL_POOL, order)
         must_preempt(metrics)
         assert differences(reference, answers) == []
-    for order in orders:
-        answers, _ = all_at_once(model, MANY, CHUNKS, order)
+    for order, cached in zip(orders, (True, False, True), strict=True):
+        answers, _ = all_at_once(model, MANY, CHUNKS | {"enable_prefix_caching": cached}, order)
         assert differences(reference, answers) == []

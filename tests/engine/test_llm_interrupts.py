@@ -51,7 +51,9 @@ def test_ctrl_c_inside_a_step(monkeypatch: pytest.MonkeyPatch, part: str, after:
     assert tokens(llm.generate(TEXTS, GREEDY)) == expected
 
 
-def generate_for_ever(llm: LLM) -> None:
+def generate_for_ever(llm: LLM, timer: threading.Timer) -> None:
+    """Until ``timer`` ends it."""
+    timer.start()
     while True:
         llm.generate(TEXTS, GREEDY)
 
@@ -62,9 +64,8 @@ def test_ctrl_c_at_any_moment() -> None:
     expected = tokens(llm.generate(TEXTS, GREEDY))
     for attempt in range(30):
         timer = threading.Timer(0.003 * (attempt + 1), lambda: os.kill(os.getpid(), signal.SIGINT))
-        timer.start()
         with pytest.raises(KeyboardInterrupt):
-            generate_for_ever(llm)
+            generate_for_ever(llm, timer)
         timer.join()
         assert_clean(llm)
     assert tokens(llm.generate(TEXTS, GREEDY)) == expected

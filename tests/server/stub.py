@@ -82,6 +82,7 @@ def stub_engine(runner: StubRunner | None = None, model: LoadedModel | None = No
         "max_model_len": 48,
         "vocab_size": VOCAB,
         "max_waiting": 16,
+        "prefix_cache": True,
         "captures": tuple((rows, 12) for rows in (1, 2, 4)),
     }
     model = model or synthetic_model()

@@ -57,7 +57,7 @@ class World:
     def nothing_held(self) -> bool:
         """Whether no block, row or queue entry belongs to anybody."""
         ledger = self.engine.ledger()
-        empty = not ledger.waiting and not ledger.running and len(ledger.blank) == self.engine.limits.num_blocks
+        empty = not ledger.waiting and not ledger.running and not any(ledger.references)
         return empty and not self.bridge._live and not self.bridge.num_open and self.engine.audit() == []
 
 
