@@ -30,6 +30,7 @@ from properties.rungs import INJECTED, EngineRung, StepFailed, limits
 from properties.sampled import sampling_of
 from properties.solo import Oracle
 
+BATCH = 13  # tokens in one prefill batch: small, so that chunks are cut, and no multiple of a block size
 SHOWN = 6  # cells in one finding; the rest is counted
 
 
@@ -125,7 +126,7 @@ class ComputeRung(EngineRung):
             wires.append(Tripwire(make(sizes)))
             return wires[0]
 
-        self.runner = PlanRunner(limits(shape), wired)
+        self.runner = PlanRunner(limits(shape), wired, prefill_tokens=BATCH)
         self.runner.warm()
         self.network = wires[0].inner
         self._cache = self.watch()

@@ -97,8 +97,7 @@ class DigestWatch:
         trash = slice(self._cells, None)
         wrote = bool((self._rows[trash, 1] == self._network.stamp).any())
         held[trash] = self._rows[trash]
-        facts = self._differing(expected) if not np.array_equal(self._rows, held) else []
-        facts += self._untrue()
+        facts = self._untrue() if np.array_equal(self._rows, held) else self._differing(expected)
         if wrote != expected.padded and not expected.failed:
             said = ("written", "untouched")
             facts.append(Fact("trash block", *(said if wrote else said[::-1])))

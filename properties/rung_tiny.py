@@ -31,7 +31,7 @@ class SoloOracle:
 
     def __init__(self, device: str, shape: Shape) -> None:
         self._device, self._shape = device, shape
-        self._requests: dict[int, Question] = {}
+        self._requests: dict[int, tuple[Question, int]] = {}  # and how many tokens may be wanted
 
     def stop_ids(self, first_id: int, event: Submit) -> frozenset[int]:
         prompt = prompt_tokens(event.prompt)
@@ -40,18 +40,19 @@ class SoloOracle:
             return frozenset()  # the door refuses it, so nobody will ask
         stops: frozenset[int] = frozenset()
         if event.stop_at is not None and len(prompt) + event.stop_at <= longest:
-            free = [self._question(prompt, spec, event.stop_at) for spec in sampling_of(event, frozenset())]
-            stops = frozenset(alone(question)[-1] for question in free)
+            free = [self._question(prompt, sampling) for sampling in sampling_of(event, frozenset())]
+            stops = frozenset(alone(question).tokens(event.stop_at)[-1] for question in free)
         wanted = min(event.max_tokens or longest, longest - len(prompt))
-        for request, spec in enumerate(sampling_of(event, stops), first_id):
-            self._requests[request] = self._question(prompt, spec, wanted)
+        for request, sampling in enumerate(sampling_of(event, stops), first_id):
+            self._requests[request] = self._question(prompt, sampling), wanted
         return stops
 
     def token(self, request: int, k: int) -> int:
-        return alone(self._requests[request])[k]
+        question, wanted = self._requests[request]
+        return alone(question).tokens(max(wanted, k + 1))[k]
 
-    def _question(self, prompt: tuple[int, ...], sampling: Sampling, count: int) -> Question:
-        return Question(self._device, self._shape.max_model_len, prompt, sampling, count)
+    def _question(self, prompt: tuple[int, ...], sampling: Sampling) -> Question:
+        return Question(self._device, self._shape.max_model_len, prompt, sampling)
 
 
 class TensorWatch:

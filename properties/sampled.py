@@ -6,11 +6,16 @@ must say all that decides a run.
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import attrs
 
 from engine.engine import choice_seed
 from engine.request import SamplingParams, SamplingSpec
-from engine.trace import Submit
+from engine.trace import Submit, Workload
+
+TEMPERATURES = (0.8, 0.0, 1.5, 0.0)  # in turn, so that every small workload has a sampled and a greedy request
+SEEDS = 3  # few, so that solo runs are asked for again
 
 
 @attrs.frozen
@@ -35,3 +40,16 @@ def sampling_of(event: Submit, stop_ids: frozenset[int]) -> list[Sampling]:
         Sampling(event.temperature, choice_seed(event.seed or 0, choice), event.min_tokens, masked)
         for choice in range(event.n)
     ]
+
+
+def with_sampling(workload: Workload) -> Workload:
+    """The same run with temperatures and seeds, by the number of the submission: only the rungs with a real sampler tell
+    them apart, so the generator does not draw them. A workload that says how it is sampled stays as it is."""
+    submits = [event for event in workload.events if isinstance(event, Submit)]
+    if any(event.temperature or event.seed is not None for event in submits):
+        return workload
+    warmed = {
+        id(event): replace(event, temperature=TEMPERATURES[number % len(TEMPERATURES)], seed=number % SEEDS)
+        for number, event in enumerate(submits)
+    }
+    return replace(workload, events=tuple(warmed.get(id(event), event) for event in workload.events))

@@ -49,13 +49,12 @@ def tiny_weights(device: str) -> Weights:
 
 @attrs.frozen
 class Question:
-    """All that a solo run depends on, as a key. ``longest`` is the length limit, ``count`` how many tokens are wanted."""
+    """All that a solo run depends on, as a key. ``longest`` is the length limit."""
 
     device: str
     longest: int
     prompt: tuple[int, ...]
     sampling: Sampling
-    count: int
 
 
 class SoloRunner:
@@ -94,9 +93,24 @@ def _runner(device: str, longest: int) -> SoloRunner:
     return SoloRunner(device, longest)
 
 
+class Alone:
+    """The answer to one question, as far as somebody asked. A longer one is computed from the beginning."""
+
+    def __init__(self, question: Question) -> None:
+        self._question = question
+        self._tokens: tuple[int, ...] = ()
+
+    def tokens(self, count: int) -> tuple[int, ...]:
+        """The first ``count`` tokens of the solo run."""
+        if count > len(self._tokens):
+            asked = self._question
+            with disarmed():
+                samples = _runner(asked.device, asked.longest).run(asked.prompt, asked.sampling.spec, count)
+            self._tokens = tuple(sample.token for sample in samples)
+        return self._tokens[:count]
+
+
 @functools.lru_cache(maxsize=20_000)
-def alone(question: Question) -> tuple[int, ...]:
-    """The tokens of the solo run."""
-    with disarmed():
-        runner = _runner(question.device, question.longest)
-        return tuple(sample.token for sample in runner.run(question.prompt, question.sampling.spec, question.count))
+def alone(question: Question) -> Alone:
+    """Shared by all workloads of a process: a solo run depends on its question and on nothing else."""
+    return Alone(question)

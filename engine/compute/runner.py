@@ -37,11 +37,11 @@ PREFILL_TOKENS = 512  # in one batch; a longer prefill is cut, which changes no 
 
 
 class PlanRunner:
-    """Any network behind ``Runner``."""
+    """Any network behind ``Runner``. ``prefill_tokens`` bounds one prefill batch."""
 
-    def __init__(self, limits: Limits, make_network: MakeNetwork) -> None:
+    def __init__(self, limits: Limits, make_network: MakeNetwork, *, prefill_tokens: int = PREFILL_TOKENS) -> None:
         self.limits = limits
-        sizes = sizes_of(limits)
+        sizes = sizes_of(limits, prefill_tokens)
         self._prefill_tokens = sizes.prefill_tokens
         self.network = make_network(sizes)
         self.pool = self.network.pool
@@ -193,11 +193,11 @@ class ModelRunner(PlanRunner):
         return self.weights.nbytes
 
 
-def sizes_of(limits: Limits) -> Sizes:
+def sizes_of(limits: Limits, prefill_tokens: int = PREFILL_TOKENS) -> Sizes:
     """The largest steps that these limits allow."""
     widest = max(limits.blocks_for(limits.max_model_len), *(width for _, width in limits.captures), 1)
     possible = min(limits.max_num_batched_tokens, limits.max_num_seqs * limits.max_model_len)
-    batch = min(PREFILL_TOKENS, possible)
+    batch = min(prefill_tokens, possible)
     longest = min(batch, limits.max_model_len)
     return Sizes(
         num_blocks=limits.num_blocks,
