@@ -176,13 +176,17 @@ Event = Submit | Abort | FailStep | Shutdown
 
 @dataclass(frozen=True, slots=True)
 class Workload:
-    """``fault`` names the catalogue fault that brings this workload's bug back; ``found`` says where it came from."""
+    """``fault`` names the catalogue fault that brings this workload's bug back; ``found`` says where it came from.
+
+    ``digests`` belong to a recording: one for each iteration of the live engine (engine/digest.py), to be met again.
+    """
 
     shape: Shape
     events: tuple[Event, ...]
     title: str = ""
     fault: str | None = None
     found: Mapping[str, str | int] | None = field(default=None, hash=False)
+    digests: tuple[str, ...] = ()
 
     def titled(self, title: str, *, fault: str | None = None, found: Mapping[str, str | int] | None = None) -> Workload:
         """The same run under another title and provenance."""
@@ -228,7 +232,9 @@ def dumps(workload: Workload) -> str:
         + ',\n "events": ['
         + ("\n  " if events else "")
         + listed
-        + "]}\n"
+        + "]"
+        + _dump_digests(workload.digests)
+        + "}\n"
     )
 
 
@@ -245,7 +251,7 @@ def loads(text: str, *, upgrades: Mapping[str, Upgrade] = UPGRADES) -> Workload:
     if document.get("format") != FORMAT:
         known = ", ".join(repr(name) for name in (*upgrades, FORMAT))
         raise FormatError(f"format is {document.get('format')!r}, but must be {known}")
-    _keys(document, "the workload", ("format", "shape", "events"), ("title", "fault", "found"))
+    _keys(document, "the workload", ("format", "shape", "events"), ("title", "fault", "found", "digests"))
     fault = document.get("fault")
     return Workload(
         shape=_shape(document["shape"]),
@@ -253,6 +259,7 @@ def loads(text: str, *, upgrades: Mapping[str, Upgrade] = UPGRADES) -> Workload:
         title=_text(document.get("title", ""), "title"),
         fault=None if fault is None else _text(fault, "fault"),
         found=_found(document.get("found")),
+        digests=tuple(_text(entry, "digests") for entry in _list(document.get("digests", []), "digests")),
     )
 
 
@@ -273,6 +280,14 @@ def save(workload: Workload, path: Path) -> None:
 
 def _body(workload: Workload) -> list[str]:
     return [_dump_shape(workload.shape), *(_dump_event(event) for event in workload.events)]
+
+
+def _dump_digests(digests: tuple[str, ...]) -> str:
+    """Ten to a line, so that iteration 10 n + k is the k-th of line n."""
+    if not digests:
+        return ""
+    lines = [", ".join(json.dumps(entry) for entry in digests[at : at + 10]) for at in range(0, len(digests), 10)]
+    return ',\n "digests": [\n  ' + ",\n  ".join(lines) + "]"
 
 
 def _dump_shape(shape: Shape) -> str:
