@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import NoReturn
 
 from engine.trace import FormatError
-from properties import commands
+from properties import commands, fault_commands
 from properties.experiments import UNLIMITED
 from properties.faults import CATALOGUE, Faded
 from properties.rungs import RUNGS
@@ -152,21 +152,7 @@ def _searches(names: argparse._SubParsersAction[Parser]) -> None:
     _rung(hunt)
     _arm(hunt)
     _found(hunt)
-    matrix = _command(
-        names,
-        "matrix",
-        commands.show_matrix,
-        "Arm every fault in turn and count which checks see it, each judged alone; fail on an unseen fault or a useless check.",
-        "matrix --only A05",
-    )
-    matrix.add_argument("--only", metavar="FAULT", choices=sorted(CATALOGUE), help="one fault of the catalogue")
-    matrix.add_argument(
-        "--workloads",
-        metavar="N",
-        type=_at_least(0),
-        default=40,
-        help="generated workloads beside the corpus (default 40)",
-    )
+    fault_commands.add_commands(lambda *told: _command(names, *told), _at_least)
 
 
 def _experiments(names: argparse._SubParsersAction[Parser]) -> None:

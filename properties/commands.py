@@ -11,18 +11,14 @@ from collections.abc import Callable
 from typing import Any
 
 import attrs
-from rich.box import SIMPLE_HEAD
-from rich.console import Console
-from rich.table import Table
 
 from engine.trace import Workload, load
 from properties import experiments
-from properties.checks import ORDER, Finding
-from properties.faults import CATALOGUE, armed
+from properties.checks import Finding
+from properties.faults import armed
 from properties.finds import keep, replay_command
 from properties.hunt import Hunted, hunt
 from properties.lockstep import Run, run
-from properties.matrix import Matrix, matrix
 from properties.report import LEGEND, report, timeline
 from properties.rungs import RUNGS
 from properties.shrink import shrink
@@ -125,56 +121,6 @@ def _experiment(options: Options, ran: experiments.Experiment, fault: str | None
     return VIOLATED
 
 
-def show_matrix(options: Options) -> int:
-    chosen = [options.only] if options.only else list(CATALOGUE)
-    result = matrix(chosen, options.workloads, _counting())
-    complaints = result.complaints(whole=not options.only)
-    if options.json:
-        rows = [
-            {
-                "fault": row.fault,
-                "title": CATALOGUE[row.fault].title if row.fault else "no fault",
-                "expect": list(CATALOGUE[row.fault].expect) if row.fault else [],
-                "workloads": row.workloads,
-                **{name: dict(getattr(row, name)) for name in ("fired", "alone", "earlier")},
-            }
-            for row in result.rows
-        ]
-        _print_json({"holds": not complaints, "complaints": complaints, "rows": rows})
-    else:
-        _matrix_table(result)
-        for complaint in complaints:
-            print(f"MATRIX: {complaint}")
-    return VIOLATED if complaints else HOLDS
-
-
-def _matrix_table(result: Matrix) -> None:
-    """A cell counts the workloads in which the check fired, judged alone; 0! is a check that must fire and did not."""
-    table = Table(
-        title=f"faults x checks, {result.rows[0].workloads} workloads each; * must fire",
-        title_justify="left",
-        box=SIMPLE_HEAD,
-    )
-    table.add_column("fault", no_wrap=True)
-    table.add_column("what is wrong")
-    for check in ORDER:
-        table.add_column(check, justify="right")
-    for row in result.rows:
-        expect = CATALOGUE[row.fault].expect if row.fault else ()
-        cells = [_cell(row.fired[check], check in expect) for check in ORDER]
-        table.add_row(row.fault or "-", CATALOGUE[row.fault].title if row.fault else "(no fault)", *cells)
-    seen = [str(len(result.proofs(check))) for check in ORDER]
-    table.add_section()
-    table.add_row("", "faults that it sees alone or first", *seen)
-    Console(width=None if sys.stdout.isatty() else 190).print(table)
-
-
-def _cell(times: int, expected: bool) -> str:
-    if expected:
-        return f"[bold]{times}*[/bold]" if times else "[red]0![/red]"
-    return str(times) if times else "."
-
-
 def hunt_command(options: Options) -> int:
     seed = secrets.randbits(32) if options.seed is None else options.seed
     jobs = options.jobs or len(os.sched_getaffinity(0))
@@ -209,10 +155,6 @@ def _hunting(minutes: float) -> Callable[[Hunted, float], None]:
         _progress(line, done=left <= 0)
 
     return progress
-
-
-def _counting() -> Callable[[int, int, str], None]:
-    return lambda number, total, name: _progress(f"{number + 1} of {total}: {name:10}", done=number + 1 == total)
 
 
 def _progress(line: str, *, done: bool) -> None:

@@ -1,103 +1,172 @@
-"""The kill matrix: every fault against every check, each check judged alone.
+"""The kill matrix as a value: every fault against every check, each check judged alone, and what the cells must show.
 
-It fails when the engine without a fault is not clean, when a fault is not seen by a check that must see it, when a fault's
-witness does not fail, and when a check is useless: no fault is seen by it alone, or earlier than by every other check.
+A matrix fails when an engine without a fault is not clean; when a fault is seen by nobody, or not by a check that must see it;
+when its witness holds although it is armed; and when a check is useless. A check earns its place within its family: some
+fault is seen by it alone, or in an earlier iteration than by its siblings. A family earns its place among the families in
+the same way. All of it is computed from cells, so that it can be asked of the stored ones what happens without a check.
+
+``properties.matrix_run`` fills the cells, ``properties.matrix_page`` writes them down.
 """
 
 from __future__ import annotations
 
-from collections import Counter
-from collections.abc import Callable, Iterable, Mapping
+import json
+import math
+import statistics
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
 
 import attrs
 
-from engine.trace import Workload
-from properties import corpus
-from properties.checks import ON_LEDGER
-from properties.faults import CATALOGUE, armed
-from properties.generate import RandomSource, workload
-from properties.lockstep import Run, run
+from properties.checks import ORDER
+from properties.faults import CANARY, CATALOGUE, Fault
 
-Progress = Callable[[int, int, str], None]
+STORED = Path(__file__).parent.parent / "ci" / "matrix.json"
+
+_FAMILIES: Mapping[str, tuple[str, ...]] = {
+    "audit": ("raises", "audit"),  # what the engine says about itself
+    "model diff": ("decisions", "ledger", "rows", "replay", "tokens", "counters"),
+    "write set": ("writes",),
+    "solo": ("solo", "text", "stream", "drain"),  # what callers are told, and that there is an end
+    "laws": ("laws",),
+}
+FAMILIES: Mapping[str, tuple[str, ...]] = {
+    name: present for name, checks in _FAMILIES.items() if (present := tuple(c for c in checks if c in ORDER))
+}
+FAMILY_OF: Mapping[str, str] = {check: name for name, checks in FAMILIES.items() for check in checks}
 
 
-@attrs.define
+@attrs.frozen
 class Row:
-    """``fired[check]``: in how many workloads it fired. ``alone`` and ``earlier``: where no other check fired, or only later."""
+    """One fault on its rung, or (``fault`` None) the engine as it is. All counts are of workloads.
+
+    ``fired``: the check fired. ``first``: no other fired earlier; of those that tie, the one that is reported. ``proof``: no
+    sibling in its family fired, or only later. ``family``: the same of a whole family. ``reached``: what the fault needs
+    occurred. ``kills``: how many numbered workloads until the first that failed, one entry a seed; None beyond the bound.
+    """
 
     fault: str | None
+    rung: str
     workloads: int = 0
-    fired: Counter[str] = attrs.field(factory=Counter)
-    alone: Counter[str] = attrs.field(factory=Counter)
-    earlier: Counter[str] = attrs.field(factory=Counter)
+    reached: int = 0
+    fired: dict[str, int] = attrs.field(factory=dict)
+    first: dict[str, int] = attrs.field(factory=dict)
+    proof: dict[str, int] = attrs.field(factory=dict)
+    family: dict[str, int] = attrs.field(factory=dict)
     witnesses: int = 0
-    witnessed: bool = False
+    blind: list[str] = attrs.field(factory=list)  # witnesses that hold although the fault is armed
+    kills: list[int | None] = attrs.field(factory=list)
 
-    def add(self, outcome: Run) -> None:
-        self.workloads += 1
-        findings = outcome.findings
-        self.fired.update(found.check for found in findings)
-        if len(findings) == 1:
-            self.alone[findings[0].check] += 1
-        elif findings and findings[0].iteration < findings[1].iteration:
-            self.earlier[findings[0].check] += 1
+    @property
+    def median(self) -> float:
+        return statistics.median(math.inf if kill is None else kill for kill in self.kills) if self.kills else math.inf
+
+    def without(self, check: str) -> Row:
+        """The row as it would be if nobody looked with this check. (Its family keeps what siblings saw; so this is lenient.)"""
+        fired, first, proof = (
+            {name: count for name, count in cells.items() if name != check}
+            for cells in (self.fired, self.first, self.proof)
+        )
+        return attrs.evolve(self, fired=fired, first=first, proof=proof)
 
 
 @attrs.frozen
 class Matrix:
-    rows: tuple[Row, ...]
+    """``sample``: digest of the generated workloads, so that a stored matrix knows whether it was made from the same ones."""
 
-    def complaints(self, *, whole: bool = True) -> list[str]:
-        """Why the matrix fails; empty when it holds. Useless checks can only be told from the whole catalogue."""
+    rows: tuple[Row, ...]
+    sample: str = ""
+
+    @property
+    def armed(self) -> tuple[Row, ...]:
+        return tuple(row for row in self.rows if row.fault is not None)
+
+    def row(self, fault: str) -> Row:
+        return next(row for row in self.rows if row.fault == fault)
+
+    def without(self, check: str) -> Matrix:
+        return attrs.evolve(self, rows=tuple(row.without(check) for row in self.rows))
+
+    def replaced(self, newer: Matrix) -> Matrix:
+        """These rows, those of ``newer`` in their places or added."""
+        rows = {(row.rung, row.fault): row for row in (*self.rows, *newer.rows)}
+        return Matrix(tuple(sorted(rows.values(), key=_place)), newer.sample)
+
+    def hardest(self, count: int = 3) -> list[Row]:
+        return sorted(self.armed, key=lambda row: (-row.median, str(row.fault)))[:count]
+
+    def proofs(self, check: str) -> list[str]:
+        """The faults that this check sees and its siblings see later or never. The canary proves nothing."""
+        return [str(row.fault) for row in self.armed if row.fault != CANARY and row.proof.get(check)]
+
+    def family_proofs(self, family: str) -> list[str]:
+        return [str(row.fault) for row in self.armed if row.fault != CANARY and row.family.get(family)]
+
+    def complaints(self, *, whole: bool = True, catalogue: Mapping[str, Fault] = CATALOGUE) -> list[str]:
+        """Why the matrix fails; empty when it holds. Only the ``whole`` catalogue can show that a check is useless."""
         said: list[str] = []
         for row in self.rows:
             if row.fault is None:
-                said += [f"without a fault, {check} fires in {times} workloads" for check, times in row.fired.items()]
-                continue
-            said += [f"{row.fault} is not seen by {c}" for c in CATALOGUE[row.fault].expect if not row.fired[c]]
-            if not row.witnesses:
-                said.append(f"{row.fault} has no witness in properties/regress")
-            elif not row.witnessed:
-                said.append(f"{row.fault}: its witness holds although the fault is armed")
+                said += [
+                    f"without a fault, {c} fires in {n} workloads on {row.rung}" for c, n in row.fired.items() if n
+                ]
+            elif row.fault not in catalogue:
+                said.append(f"{row.fault} is in no catalogue")
+            else:
+                said += _row_complaints(row, catalogue[row.fault])
         if whole:
-            said += [f"{check} is useless: no fault is seen by it alone or first" for check in self.useless()]
+            present = {row.fault for row in self.armed}
+            said += [f"{fault} has no row" for fault in catalogue if fault not in present]
+            said += [
+                f"{check} is useless: no fault is seen by it alone or first in the family {FAMILY_OF[check]}"
+                for check in ORDER
+                if not self.proofs(check)
+            ]
+            said += [
+                f"the family {family} is useless: no fault is seen by it alone or first"
+                for family in FAMILIES
+                if not self.family_proofs(family)
+            ]
         return said
 
-    def useless(self) -> list[str]:
-        """The matrix runs on the ledger rung, so what needs a cache is not judged here."""
-        return [check for check in ON_LEDGER if not self.proofs(check)]
+    # The file --------------------------------------------------------------------------------------------------------
 
-    def proofs(self, check: str) -> list[str]:
-        """The faults that this check sees alone, or in an earlier iteration than every other. The canary proves nothing."""
-        rows = [row for row in self.rows if row.fault not in (None, "Z00")]
-        return [str(row.fault) for row in rows if row.alone[check] or row.earlier[check]]
+    def dumps(self) -> str:
+        """One row a line, so that a change shows as the rows it changes."""
+        rows = ",\n  ".join(json.dumps(_without_empty(attrs.asdict(row))) for row in self.rows)
+        return f'{{"sample": {json.dumps(self.sample)},\n "rows": [\n  {rows}]}}\n'
 
-
-def sample(count: int) -> list[Workload]:
-    """Generated workloads, the same ones every time."""
-    return [workload(RandomSource(f"matrix {number}")) for number in range(count)]
+    @classmethod
+    def loads(cls, text: str) -> Matrix:
+        document = json.loads(text)
+        return cls(tuple(Row(**row) for row in document["rows"]), document["sample"])
 
 
-def matrix(
-    faults: Iterable[str],
-    generated: int = 40,
-    progress: Progress | None = None,
-    saved: Mapping[str, Workload] | None = None,
-) -> Matrix:
-    """Runs corpus and sample once without a fault and once with each of ``faults``."""
-    listed = [None, *faults]
-    kept = list((corpus.workloads() if saved is None else saved).values())
-    rows = []
-    for number, fault in enumerate(listed):
-        if progress is not None:
-            progress(number, len(listed), fault or "no fault")
-        row = Row(fault)
-        for candidate in (*kept, *sample(generated)):
-            with armed(fault):
-                outcome = run(candidate, judge_all=True)
-            row.add(outcome)
-            if fault is not None and candidate.fault == fault:
-                row.witnesses += 1
-                row.witnessed = row.witnessed or bool(outcome.findings)
-        rows.append(row)
-    return Matrix(tuple(rows))
+def stored() -> Matrix:
+    """The cells of the last whole run. Raises ``OSError`` when there are none."""
+    return Matrix.loads(STORED.read_text(encoding="utf-8"))
+
+
+def _place(row: Row) -> tuple[bool, str, str]:
+    return row.fault is not None, row.fault or "", row.rung
+
+
+def _row_complaints(row: Row, fault: Fault) -> list[str]:
+    said: list[str] = []
+    if not any(row.fired.values()):
+        reached = f"reached in {row.reached} workloads and seen by nobody" if row.reached else "never reached"
+        said.append(f"{fault.id} was {reached} (it needs: {fault.needs or 'nothing special'})")
+    said += [f"{fault.id} is not seen by {check}" for check in fault.expect if not row.fired.get(check)]
+    if not row.witnesses:
+        said.append(f"{fault.id} has no witness in properties/regress")
+    said += [f"{fault.id}: {name} holds although the fault is armed" for name in row.blind]
+    if row.kills and all(kill is None for kill in row.kills):
+        said.append(f"{fault.id} is found by no generated workload")
+    if row.rung != fault.rung:
+        said.append(f"{fault.id} was run on {row.rung}, but belongs on {fault.rung}")
+    return said
+
+
+def _without_empty(values: dict[str, Any]) -> dict[str, Any]:
+    return {name: value for name, value in values.items() if value or name in ("fault", "rung")}

@@ -261,4 +261,16 @@ FAULTS = in_area(
         line(SCHEDULER, "_publish", "for decode in plan.decodes)", "for decode in ())"),
         rules=("11.3",),
     ),
+    Fault(
+        "C25",
+        "only the first choice of a submission carries its salt",
+        ("decisions", "ledger"),
+        line(
+            SCHEDULER,
+            "submit",
+            "chain=self._chain(submission)",
+            "chain=self._chain(submission if choice == 0 else attrs.evolve(submission, salt=None))",
+        ),
+        rules=("1.8", "11.2"),
+    ),
 )

@@ -1,0 +1,175 @@
+"""The commands about faults: ``matrix`` asks which check sees which fault, ``faults`` hunts each of them as a person would."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import sys
+import tempfile
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+import attrs
+
+from engine.trace import save
+from properties import corpus, fault_table, matrix_page
+from properties.checks import ORDER
+from properties.faults import CATALOGUE
+from properties.killing import first_kill, reduced
+from properties.matrix import Row, stored
+from properties.matrix_run import SEEDS, matrix
+
+Options = argparse.Namespace
+HOLDS, VIOLATED = 0, 1
+
+
+def show_matrix(options: Options) -> int:
+    """Runs the whole matrix and writes it down, or some rows, or judges the stored cells without running anything."""
+    if options.stored:
+        result = stored()
+    else:
+        chosen = options.only or list(CATALOGUE)
+        seeds = SEEDS if options.seeds is None else range(options.seeds)
+        jobs = options.jobs or len(os.sched_getaffinity(0))
+        result = matrix(chosen, generated=options.workloads, seeds=seeds, jobs=min(jobs, len(chosen)), progress=_told)
+    shown = result.rows
+    if options.replace:
+        result = stored().replaced(result)
+    whole = not options.only or options.replace
+    complaints = result.complaints(whole=whole)
+    if whole and not options.stored:
+        options.output.mkdir(parents=True, exist_ok=True)
+        (options.output / "matrix.json").write_text(result.dumps(), encoding="utf-8")
+        (options.output / "matrix.md").write_text(matrix_page.page(result), encoding="utf-8")
+    if options.json:
+        _print_json({"holds": not complaints, "complaints": complaints, "rows": [_plain(row) for row in result.rows]})
+        return VIOLATED if complaints else HOLDS
+    if options.only:
+        print("\n\n".join(_block(row) for row in shown))
+    if whole:
+        print("\n".join(matrix_page.totals(result)))
+    for complaint in complaints:
+        print(f"MATRIX: {complaint}")
+    return VIOLATED if complaints else HOLDS
+
+
+def show_faults(options: Options) -> int:
+    """Hunts every fault, or the chosen ones; the files stay in ``--found`` when one is named."""
+    if options.witness:
+        return _witnesses(options)
+    chosen = options.only or list(CATALOGUE)
+    with tempfile.TemporaryDirectory() as scratch:
+        folder = options.found or Path(scratch)
+        lines = fault_table.hunt_each(chosen, folder, seed=options.seed, seconds=options.seconds, progress=_told)
+    complaints = fault_table.complaints(lines)
+    if not options.only:
+        options.output.mkdir(parents=True, exist_ok=True)
+        rows = ",\n ".join(json.dumps(attrs.asdict(line)) for line in lines)
+        (options.output / "faults.json").write_text(f"[{rows}]\n", encoding="utf-8")
+        (options.output / "faults.md").write_text(fault_table.page(lines), encoding="utf-8")
+    if options.json:
+        listed = [attrs.asdict(line) for line in lines]
+        _print_json({"holds": not complaints, "complaints": complaints, "faults": listed})
+        return VIOLATED if complaints else HOLDS
+    print(fault_table.page(lines))
+    for complaint in complaints:
+        print(f"FAULTS: {complaint}")
+    return VIOLATED if complaints else HOLDS
+
+
+def _witnesses(options: Options) -> int:
+    """Saves a shrunk workload for each fault that has none in properties/regress, seen by a check that must see the fault."""
+    had = {workload.fault for workload in corpus.workloads().values()}
+    missing = 0
+    for fault in options.only or [fault for fault in CATALOGUE if fault not in had]:
+        for seed in range(options.seed, options.seed + 4):
+            kill = first_kill(fault, seed, seconds=options.seconds)
+            if kill is None:
+                continue
+            small, found, _ = reduced(kill, fault)
+            if found.check in CATALOGUE[fault].expect:
+                told: Mapping[str, str | int] = {"check": found.check, "iteration": found.iteration}
+                path = corpus.witness_path(fault)
+                save(small.titled(CATALOGUE[fault].title, fault=fault, found=told), path)
+                print(f"{fault}: {path}, {len(small.events)} events")
+                break
+        else:
+            missing += 1
+            print(f"{fault}: nothing found that a check sees which must see it")
+    return VIOLATED if missing else HOLDS
+
+
+def _block(row: Row) -> str:
+    """One row, for reading alone."""
+    if row.fault is None:
+        fires = ", ".join(f"{check} {count}" for check, count in row.fired.items()) or "no check fires"
+        return f"without a fault, {row.workloads} workloads on {row.rung}: {fires}"
+    fault = CATALOGUE[row.fault]
+    cells = [f"{check} {text}" for check in ORDER if (text := matrix_page.cell(row, check))]
+    kills = ", ".join("not found" if kill is None else str(kill) for kill in row.kills)
+    return "\n".join(
+        [
+            f"{fault.id}  {fault.title}",
+            f"    {fault.area}, on {row.rung}; source: {fault.source}; rules: {', '.join(fault.rules) or 'none'}",
+            f"    fires in so many of {row.workloads} workloads, * must: {', '.join(cells) or 'nowhere'}",
+            f"    what it needs ({fault.needs or 'nothing special'}) occurred in {row.reached}; witnesses: {row.witnesses}",
+            *([f"    workloads until the hunter fails, by seed: {kills}"] if kills else []),
+        ]
+    )
+
+
+def _plain(row: Row) -> dict[str, Any]:
+    fault = CATALOGUE.get(str(row.fault))
+    told = {} if fault is None else {"title": fault.title, "expect": list(fault.expect), "source": fault.source}
+    return {**attrs.asdict(row), **told}
+
+
+def _told(number: int, total: int, name: str) -> None:
+    """On stderr, rewritten in place; nothing where stderr is no terminal."""
+    if sys.stderr.isatty():
+        end = "\n" if number == total else ""
+        print(f"\r{number} of {total}: {name:20}\x1b[K", end=end, file=sys.stderr, flush=True)
+
+
+def _print_json(payload: Any) -> None:
+    print(json.dumps(payload, indent=1, default=str))
+
+
+def add_commands(
+    command: Callable[[str, Callable[..., int], str, str], argparse.ArgumentParser], at_least: Any
+) -> None:
+    """Both commands; ``command`` makes one from (name, run, text, example), ``at_least`` reads a bounded integer."""
+    grid = command(
+        "matrix",
+        show_matrix,
+        "Arm every fault in turn and count which checks see it, each judged alone; fail on an unseen fault or a useless "
+        "check. Writes matrix.json and matrix.md.",
+        "matrix --only A05",
+    )
+    table = command(
+        "faults",
+        show_faults,
+        "Hunt every fault of the catalogue: search, shrink, save, replay. Writes faults.json and faults.md.",
+        "faults --only A05",
+    )
+    for made in (grid, table):
+        made.add_argument(
+            "--only", metavar="FAULT", nargs="+", choices=sorted(CATALOGUE), help="some faults; then nothing is written"
+        )
+        made.add_argument("--output", metavar="DIR", type=Path, default=Path("ci"), help="where it is written (ci)")
+    grid.add_argument(
+        "--workloads",
+        metavar="N",
+        type=at_least(0),
+        help="generated workloads a row (default: by the speed of the rung)",
+    )
+    grid.add_argument("--seeds", metavar="N", type=at_least(0), help="hunts for each fault (default 5); 0: none")
+    grid.add_argument("--jobs", metavar="J", type=at_least(1), help="processes (default: one a core)")
+    grid.add_argument("--replace", action="store_true", help="with --only: put these rows into the stored cells")
+    grid.add_argument("--stored", action="store_true", help="judge the cells of the last whole run; run nothing")
+    table.add_argument("--seconds", metavar="S", type=float, default=fault_table.SECONDS, help="for each fault (60)")
+    table.add_argument("--seed", metavar="S", type=at_least(0), default=1, help="the same seed runs the same workloads")
+    table.add_argument("--found", metavar="DIR", type=Path, help="keep the files there (default: nowhere)")
+    table.add_argument("--witness", action="store_true", help="save witnesses for faults without one, and nothing else")

@@ -1,0 +1,125 @@
+"""Filling the kill matrix: each fault is armed on its rung, over its witnesses and generated workloads.
+
+Every check is judged to the end of each run, whatever fired before it. Rows are independent, so processes share them out.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import multiprocessing
+from collections import Counter
+from collections.abc import Callable, Iterable, Mapping
+from concurrent.futures import ProcessPoolExecutor
+
+from engine.trace import Workload
+from properties import corpus
+from properties.checks import Finding
+from properties.faults import CATALOGUE
+from properties.generate import RandomSource, workload
+from properties.killing import kills, outcome
+from properties.matrix import FAMILY_OF, Matrix, Row
+
+GENERATED: Mapping[str, int] = {
+    "ledger": 40,
+    "rows": 30,
+    "tiny": 10,
+    "wire": 10,
+}  # workloads a row; slower rungs get fewer
+SEEDS = range(5)
+BOUND: Mapping[str, int] = {"ledger": 4000, "rows": 2000, "tiny": 500, "wire": 500}  # workloads until a seed gives up
+
+Progress = Callable[[int, int, str], None]
+
+
+def sample(count: int) -> list[Workload]:
+    """Generated workloads, the same ones every time."""
+    return [workload(RandomSource(f"matrix {number}")) for number in range(count)]
+
+
+def digest(count: int = max(GENERATED.values())) -> str:
+    """Names the sample: it changes exactly when the generator makes other workloads."""
+    return hashlib.sha256("".join(w.digest() for w in sample(count)).encode()).hexdigest()[:16]
+
+
+def matrix(
+    faults: Iterable[str],
+    *,
+    generated: int | None = None,
+    seeds: range = SEEDS,
+    jobs: int = 1,
+    progress: Progress | None = None,
+) -> Matrix:
+    """Rows for ``faults``, preceded by one row without a fault for each rung among them.
+
+    ``generated``: workloads a row beside the corpus; None takes each rung's own number. No ``seeds``: nobody hunts.
+    """
+    listed = list(faults)
+    rungs = sorted({CATALOGUE[fault].rung for fault in listed} or {"ledger"})
+    tasks: list[tuple[str | None, str, int | None, range]] = [(None, rung, generated, range(0)) for rung in rungs]
+    tasks += [(fault, CATALOGUE[fault].rung, generated, seeds) for fault in listed]
+    if jobs == 1:
+        return Matrix(_rows(map(_task, tasks), len(tasks), progress), digest())
+    context = multiprocessing.get_context("spawn")  # a fork would copy whatever threads the caller has
+    with ProcessPoolExecutor(jobs, mp_context=context) as pool:
+        return Matrix(_rows(pool.map(_task, tasks), len(tasks), progress), digest())
+
+
+def _rows(made: Iterable[Row], total: int, progress: Progress | None) -> tuple[Row, ...]:
+    rows: list[Row] = []
+    for row in made:
+        rows.append(row)
+        if progress is not None:
+            progress(len(rows), total, row.fault or f"no fault on {row.rung}")
+    return tuple(rows)
+
+
+def _task(task: tuple[str | None, str, int | None, range]) -> Row:
+    return make_row(*task)
+
+
+def make_row(fault: str | None, rung: str, generated: int | None = None, seeds: range = SEEDS) -> Row:
+    saved = {name: w for name, w in corpus.workloads().items() if corpus.rung_of(w) == rung}
+    candidates = {name: w for name, w in saved.items() if fault in (None, w.fault)}  # without a fault the whole corpus
+    count = GENERATED[rung] if generated is None else generated
+    candidates |= {f"generated {number}": w for number, w in enumerate(sample(count))}
+    need = CATALOGUE[fault].needs if fault is not None else ""
+    counts: dict[str, Counter[str]] = {name: Counter() for name in ("fired", "first", "proof", "family")}
+    witnesses, blind, reached = 0, [], 0
+    for name, candidate in candidates.items():
+        ran = outcome(candidate, fault, judge_all=True, rung=rung)
+        reached += not need or ran.occurred[need] > 0
+        _count(counts, ran.findings)
+        if fault is not None and candidate.fault == fault:
+            witnesses += 1
+            if not ran.findings:
+                blind.append(name)
+    found = [] if fault is None else kills(fault, seeds, workloads=BOUND[rung])
+    cells = {name: dict(sorted(counted.items())) for name, counted in counts.items()}
+    return Row(
+        fault,
+        rung,
+        workloads=len(candidates),
+        reached=reached,
+        witnesses=witnesses,
+        blind=blind,
+        kills=[None if kill is None else kill.workloads for kill in found],
+        **cells,
+    )
+
+
+def _count(counts: Mapping[str, Counter[str]], findings: Iterable[Finding]) -> None:
+    """``findings``: the first of each check, in order of iteration."""
+    listed = list(findings)
+    counts["fired"].update(found.check for found in listed)
+    if listed:
+        counts["first"][listed[0].check] += 1
+    earliest: dict[str, int] = {}  # by family
+    for found in listed:
+        earliest.setdefault(FAMILY_OF[found.check], found.iteration)
+    for found in listed:
+        siblings = [o for o in listed if o is not found and FAMILY_OF[o.check] == FAMILY_OF[found.check]]
+        if all(found.iteration < sibling.iteration for sibling in siblings):
+            counts["proof"][found.check] += 1
+    for family, iteration in earliest.items():
+        if all(iteration < other for name, other in earliest.items() if name != family):
+            counts["family"][family] += 1
