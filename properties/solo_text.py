@@ -104,8 +104,8 @@ def stop_strings(
     prompt: Sequence[int], tokens: Sequence[int], at: int, *, byte_fallback: bool = False
 ) -> tuple[str, ...]:
     """The stop strings of a request whose ``stop_text`` is ``at``, made from its own text: one that ends inside the text of
-    the ``at``-th token and begins before it; its end alone; one that begins earlier and ends later; and one that is about
-    to come when the text ends. Fewer where the text is too short."""
+    the ``at``-th token and begins before it; where ``at`` is even, the end of that; one that begins earlier and ends later;
+    and one that is about to come when the text ends. Fewer where the text is too short."""
     full, certain = _decoded(prompt, tokens, byte_fallback)
     hope = full[-2:] + NEVER
     if at > len(tokens):
@@ -113,7 +113,7 @@ def stop_strings(
     before, now = certain[at - 1], certain[at]
     end = before + (now - before + 1) // 2
     start = max(0, min(before - 1, end - _STEM))
-    candidates = (full[start:end], full[end - 1 : end], full[max(0, start - 2) : end + 1], hope)
+    candidates = (full[start:end], full[end - 1 : end] if at % 2 == 0 else "", full[max(0, start - 2) : end + 1], hope)
     return tuple(dict.fromkeys(text for text in candidates if text))
 
 
