@@ -22,6 +22,7 @@ COMPILERS = ("c++", "g++", "clang++")
 FLAGS = ("-std=c++17", "-O3", "-ffp-contract=off", "-fPIC", "-shared", "-pthread")
 TARGET = ("-march=native",)
 _TIMEOUT = 600  # seconds; a build takes a few
+_ROOT = 0
 
 
 class BuildError(RuntimeError):
@@ -72,7 +73,7 @@ def built(
 def _foreign(path: Path) -> str | None:
     """Why somebody else could have written ``path``; ``None`` if nobody could."""
     status = path.lstat()
-    if status.st_uid not in (os.geteuid(), 0):
+    if status.st_uid not in (os.geteuid(), _ROOT):
         return f"belongs to user {status.st_uid}, not to {os.geteuid()}"
     if status.st_mode & (stat.S_IWGRP | stat.S_IWOTH) and not stat.S_ISLNK(status.st_mode):
         return "can be written by others"

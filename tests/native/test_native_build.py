@@ -1,0 +1,138 @@
+"""Building: one cached file for one source, compiler and machine; whole or not there; never somebody else's."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import stat
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import pytest
+
+from engine.native import build
+from engine.native.build import BuildError, built, cache_folder, find_compiler, processor
+from engine.native.library import Library
+
+SMALL = 'extern "C" int answer() { return 42; }\n'
+
+
+@pytest.fixture
+def source(tmp_path: Path) -> Path:
+    folder = tmp_path / "source"
+    folder.mkdir()
+    for name in build.SOURCES:
+        (folder / name).write_text(SMALL if name == build.SOURCES[0] else "", encoding="utf-8")
+    return folder
+
+
+@pytest.fixture
+def compiler(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """Wraps the real compiler and counts how often it compiles."""
+    log, wrapper = tmp_path / "log", tmp_path / "wrapped c++"
+    log.write_text("", encoding="utf-8")
+    script = (
+        f'#!/bin/sh\ncase "$*" in *--version*) ;; *) echo compiled >> "{log}";; esac\nexec "{find_compiler()}" "$@"\n'
+    )
+    wrapper.write_text(script, encoding="utf-8")
+    wrapper.chmod(0o755)
+    monkeypatch.setenv("CXX", str(wrapper))
+    return log
+
+
+def count(log: Path) -> int:
+    return log.read_text(encoding="utf-8").count("compiled")
+
+
+def test_compiled_once(source: Path, compiler: Path, tmp_path: Path) -> None:
+    cache = tmp_path / "cache"
+    first = built(folder=source, cache=cache)
+    assert built(folder=source, cache=cache) == first
+    assert count(compiler) == 1
+    assert [path.name for path in cache.iterdir()] == [first.name]  # nothing half made is left
+    assert stat.S_IMODE(first.stat().st_mode) & 0o077 == 0
+
+
+def test_everything_that_matters_is_in_the_name(
+    source: Path, compiler: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    cache = tmp_path / "cache"
+    names = {built(folder=source, cache=cache).name}
+    names.add(built(folder=source, cache=cache, target=()).name)
+    names.add(built(folder=source, cache=cache, extra=("-O1",)).name)
+    (source / build.SOURCES[-1]).write_text("// changed", encoding="utf-8")
+    names.add(built(folder=source, cache=cache).name)
+    monkeypatch.setattr(build, "processor", lambda: "another machine")
+    names.add(built(folder=source, cache=cache).name)
+    monkeypatch.setattr(build, "_version", lambda compiler: "another version")
+    names.add(built(folder=source, cache=cache).name)
+    assert len(names) == 6 == count(compiler)
+    assert processor()
+
+
+def test_builders_at_the_same_time(source: Path, compiler: Path, tmp_path: Path) -> None:
+    cache = tmp_path / "cache"
+    with ThreadPoolExecutor(4) as builders:
+        paths = set(builders.map(lambda _: built(folder=source, cache=cache), range(4)))
+    assert len(paths) == 1
+    assert [path.name for path in cache.iterdir()] == [path.name for path in paths]
+
+
+def test_file_that_others_can_write_is_built_anew(source: Path, compiler: Path, tmp_path: Path) -> None:
+    cache = tmp_path / "cache"
+    path = built(folder=source, cache=cache)
+    path.write_bytes(b"evil")
+    path.chmod(0o777)
+    assert built(folder=source, cache=cache).read_bytes() != b"evil"
+    assert count(compiler) == 2
+    cache.chmod(0o777)
+    with pytest.raises(BuildError, match="can be written by others"):
+        built(folder=source, cache=cache)
+
+
+def test_folder_of_another_user_is_refused(source: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    cache = tmp_path / "cache"
+    cache.mkdir()
+    monkeypatch.setattr(os, "geteuid", lambda: cache.stat().st_uid + 1)
+    if cache.stat().st_uid == 0:
+        monkeypatch.setattr(build, "_ROOT", -1)
+    with pytest.raises(BuildError, match="belongs to user"):
+        built(folder=source, cache=cache)
+
+
+def test_no_compiler(source: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("CXX", raising=False)
+    monkeypatch.setenv("PATH", str(tmp_path))
+    with pytest.raises(BuildError, match=r"no C\+\+ compiler is on PATH"):
+        built(folder=source, cache=tmp_path / "cache")
+    monkeypatch.setenv("CXX", "imaginary++")
+    with pytest.raises(BuildError, match="CXX is 'imaginary"):
+        built(folder=source, cache=tmp_path / "cache")
+
+
+def test_compiler_that_fails(source: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (source / build.SOURCES[0]).write_text("#error no luck\n", encoding="utf-8")
+    with pytest.raises(BuildError, match="no luck"):
+        built(folder=source, cache=tmp_path / "cache")
+    assert list((tmp_path / "cache").iterdir()) == []
+    monkeypatch.setenv("CXX", shutil.which("false") or "")
+    with pytest.raises(BuildError, match="failed with status 1"):
+        built(folder=source, cache=tmp_path / "cache")
+
+
+def test_cache_that_cannot_be_made(source: Path, tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("", encoding="utf-8")
+    with pytest.raises(BuildError, match="cannot be made"):
+        built(folder=source, cache=tmp_path / "file" / "cache")
+
+
+def test_cache_folder(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    assert cache_folder() == tmp_path / "lockstep" / "native"
+    monkeypatch.setenv("XDG_CACHE_HOME", "relative")
+    assert cache_folder() == Path.home() / ".cache" / "lockstep" / "native"
+
+
+def test_another_shared_object_is_not_a_library(source: Path, tmp_path: Path) -> None:
+    with pytest.raises(AttributeError):
+        Library(built(folder=source, cache=tmp_path / "cache"))

@@ -1,0 +1,153 @@
+"""Hostile shapes, types and strides: refused in Python, before an address reaches a kernel."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+
+from engine.native.kernels import BadCall, HeadLayout, Kernel, Kernels
+from engine.native.library import Packed, Pool
+from engine.native.runner import library
+from tests.native.kit import kernels, weight
+
+LAYOUT = HeadLayout(4, 2, 8, 4, 6)
+W: Packed = weight("F32", 20, 32)[0]
+
+
+def f(*shape: int) -> torch.Tensor:
+    return torch.zeros(shape)
+
+
+def i(*shape: int) -> torch.Tensor:
+    return torch.zeros(shape, dtype=torch.int64)
+
+
+class Deaf(Pool):
+    """Stands in for the threads: what arrives here would have been run."""
+
+    def __init__(self) -> None:
+        self.ran = 0
+
+    def run(self, address: int, count: int) -> None:
+        self.ran += 1
+
+
+GOOD: dict[str, Callable[[], list[Any]]] = {
+    "embed": lambda: [W, i(3), f(3, 32)],
+    "norm": lambda: [f(8), 1e-5, f(3, 8), f(3, 8), None, f(3, 8)],
+    "linear": lambda: [W, f(20), f(3, 32), f(3, 20)],
+    "rotate": lambda: [LAYOUT, f(3, 64), (i(3), i(3)), (f(9, 8), f(9, 8)), (f(8), f(8), 1e-5), f(2, 6, 2, 4, 8)],
+    "attend": lambda: [LAYOUT, f(3, 64), i(3), i(3, 5), f(2, 6, 2, 4, 8), None, f(3, 32)],
+    "silu_mul": lambda: [f(3, 16), f(3, 8)],
+}
+
+BAD: list[tuple[str, int, Any, str]] = [
+    ("embed", 1, i(3, 1), "tokens"),
+    ("embed", 1, torch.zeros(3, dtype=torch.int32), "tokens"),
+    ("embed", 1, i(6)[::2], "tokens"),
+    ("embed", 1, i(0), "tokens has 0"),
+    ("embed", 2, f(3, 31), "out has shape"),
+    ("embed", 2, f(2, 32), "out has shape"),
+    ("embed", 2, f(3, 40)[:, :32], "out has strides"),
+    ("embed", 2, f(3, 32).double(), "float64"),
+    ("norm", 0, f(9), "x has shape"),
+    ("norm", 1, -1.0, "eps"),
+    ("norm", 1, float("nan"), "eps"),
+    ("norm", 2, f(3, 8).t().contiguous().t(), "strides"),
+    ("norm", 3, f(2, 8), "delta has shape"),
+    ("norm", 4, i(2), "out has shape"),
+    ("norm", 5, f(3, 8).to("meta"), "meta"),
+    ("linear", 1, f(19), "bias has 19"),
+    ("linear", 2, f(3, 31), "x has shape"),
+    ("linear", 2, f(1, 32).expand(3, 32), "x has strides"),
+    ("linear", 2, f(3, 64)[:, ::2], "x has strides"),
+    ("linear", 3, f(3, 19), "out has shape"),
+    ("linear", 3, f(2, 20), "out has shape"),
+    ("linear", 3, f(3, 20).bfloat16(), "bfloat16"),
+    ("rotate", 1, f(3, 63), "qkv has shape"),
+    ("rotate", 2, (i(2), i(3)), "positions has 2"),
+    ("rotate", 2, (i(3), i(4)), "slots has 4"),
+    ("rotate", 3, (f(9, 7), f(9, 7)), "cos has shape"),
+    ("rotate", 3, (f(9, 8), f(8, 8)), "sin has shape"),
+    ("rotate", 4, (f(8), f(9), 1e-5), "norm weight has 9"),
+    ("rotate", 5, f(2, 6, 2, 4, 7), "pool's layer"),
+    ("rotate", 5, f(2, 6, 4, 2, 8).transpose(2, 3), "pool's layer"),
+    ("rotate", 5, f(2, 6, 2, 4, 8).half(), "float16"),
+    ("attend", 1, f(3, 31), "q has 31"),
+    ("attend", 1, f(2, 64), "q has shape"),
+    ("attend", 3, i(2, 5), "tables has 2"),
+    ("attend", 3, i(3, 0), "tables has shape"),
+    ("attend", 3, f(3, 5), "tables is"),
+    ("attend", 5, 0, "window is 0"),
+    ("attend", 5, -3, "window is -3"),
+    ("attend", 6, f(3, 33), "out has shape"),
+    ("silu_mul", 0, f(3, 15), "gate_up has shape"),
+    ("silu_mul", 1, f(2, 8), "gate_up has shape"),
+]
+
+
+def deaf(name: str) -> tuple[Kernel, Deaf]:
+    pool = Deaf()
+    kernel: Kernel = getattr(Kernels(pool), name)
+    return kernel, pool
+
+
+@pytest.mark.parametrize("name", GOOD)
+def test_good_calls_arrive(name: str) -> None:
+    kernel, pool = deaf(name)
+    kernel(*GOOD[name]())
+    assert pool.ran == 1
+    getattr(kernels(), name)(*GOOD[name]())
+
+
+@pytest.mark.parametrize(("name", "index", "value", "message"), BAD)
+def test_bad_calls_do_not(name: str, index: int, value: Any, message: str) -> None:
+    kernel, pool = deaf(name)
+    arguments = GOOD[name]()
+    arguments[index] = value
+    with pytest.raises(BadCall, match=message):
+        kernel(*arguments)
+    assert pool.ran == 0
+
+
+@pytest.mark.parametrize(
+    "values",
+    [(4, 3, 8, 4, 6), (0, 1, 8, 4, 6), (4, 2, 7, 4, 6), (4, 2, 258, 4, 6), (4, 2, 8, 0, 6), (4, 2, 8, 4, 2**40)],
+)
+def test_bad_layouts(values: tuple[int, ...]) -> None:
+    with pytest.raises(BadCall):
+        HeadLayout(*values)
+
+
+@pytest.mark.parametrize(
+    ("kind", "rows", "k"),
+    [
+        ("F64", torch.zeros(2, 32, dtype=torch.uint8), 4),
+        ("F32", torch.zeros(2, 32, dtype=torch.uint8), 9),
+        ("F32", torch.zeros(2, 32, dtype=torch.int8), 8),
+        ("F32", torch.zeros(2, 64, dtype=torch.uint8)[:, :32], 8),
+        ("F32", torch.zeros(0, 32, dtype=torch.uint8), 8),
+        ("Q4_1", torch.zeros(2, 20, dtype=torch.uint8), 33),
+        ("Q4_1", torch.zeros(2, 21, dtype=torch.uint8), 32),
+        ("Q8_0", torch.zeros(68, dtype=torch.uint8), 32),
+    ],
+)
+def test_bad_weights(kind: str, rows: torch.Tensor, k: int) -> None:
+    with pytest.raises(ValueError, match=r"rows"):
+        library().pack(kind, rows, k)
+
+
+@pytest.mark.parametrize("threads", [0, -1, 1025])
+def test_bad_thread_counts(threads: int) -> None:
+    with pytest.raises(ValueError, match="threads"):
+        library().pool(threads)
+
+
+def test_closed_pool() -> None:
+    pool = library().pool(2)
+    pool.close()
+    with pytest.raises(RuntimeError, match="closed"):
+        Kernels(pool).silu_mul(f(3, 16), f(3, 8))
