@@ -14,23 +14,22 @@ import pytest
 from properties.checks import Divergence
 from properties.faults import CATALOGUE, armed
 from properties.finds import keep
-from properties.floors import Floors
+from properties.floors import Boards
 from properties.lockstep import run
 from properties.profiles import current
 from properties.rungs import RUNGS
 
-_FLOORS = pytest.StashKey[Floors]()
+_BOARDS = pytest.StashKey[Boards]()
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     group = parser.getgroup("lockstep")
     group.addoption("--arm", metavar="FAULT", choices=sorted(CATALOGUE), help="search with this fault armed")
     group.addoption("--found", metavar="DIR", default="found", help="where failing workloads are written")
-    group.addoption("--floors", action="store_true", help="print how often each thing happened, missed or not")
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    config.stash[_FLOORS] = Floors()
+    config.stash[_BOARDS] = Boards()
 
 
 def pytest_report_header(config: pytest.Config) -> str:
@@ -40,24 +39,24 @@ def pytest_report_header(config: pytest.Config) -> str:
 
 @attrs.frozen
 class Harness:
-    """What a property needs from the run: the armed fault, the folder for failures, the counts."""
+    """What a property needs from the run: the armed fault, the folder for failures, the counts of each rung."""
 
     fault: str | None
     found: Path
-    floors: Floors
+    boards: Boards
 
-    def judge(self, workload: Any, name: str, rung: str = "ledger") -> None:
-        """Runs a workload; a difference becomes a file and is raised.
+    def judge(self, workload: Any, name: str, rung: str = "ledger", *, counts: bool = True) -> None:
+        """Runs a workload; a difference becomes a file and is raised. ``counts``: for the floors of its rung.
 
-        Saved workloads do not count for the floors, and are left out while a fault is armed: what the generator
+        Saved workloads never count for the floors, and are left out while a fault is armed: what the generator
         would find is then the question, and its witness would answer at once.
         """
         if self.fault and workload.title:
             return
         with armed(self.fault):
             outcome = run(workload, make_rung=RUNGS[rung])
-        if not workload.title:
-            self.floors.add(outcome.occurred)
+        if counts and not workload.title:
+            self.boards[rung].add(outcome.occurred, len(outcome.steps))
         if outcome.first is not None:
             path = self.found / f"{name}-{outcome.first.check}.json"
             raise keep(workload, outcome, outcome.first, path, fault=self.fault, by={"by": name})
@@ -66,32 +65,30 @@ class Harness:
 @pytest.fixture(scope="session")
 def harness(pytestconfig: pytest.Config) -> Harness:
     return Harness(
-        pytestconfig.getoption("--arm"), Path(pytestconfig.getoption("--found")), pytestconfig.stash[_FLOORS]
+        pytestconfig.getoption("--arm"), Path(pytestconfig.getoption("--found")), pytestconfig.stash[_BOARDS]
     )
 
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_sessionfinish(session: pytest.Session) -> None:
-    floors = session.config.stash[_FLOORS]
+    boards = session.config.stash[_BOARDS]
     worker_output = getattr(session.config, "workeroutput", None)
     if worker_output is not None:
-        worker_output["lockstep_floors"] = floors.dump()
-    elif floors.missed() and session.exitstatus == pytest.ExitCode.OK:
+        worker_output["lockstep_boards"] = boards.dump()
+    elif boards.missed() and session.exitstatus == pytest.ExitCode.OK:
         session.exitstatus = pytest.ExitCode.TESTS_FAILED
 
 
 @pytest.hookimpl(optionalhook=True)
 def pytest_testnodedown(node: Any) -> None:
-    sent = getattr(node, "workeroutput", {}).get("lockstep_floors")
-    if sent is not None:
-        node.config.stash[_FLOORS].merge(sent)
+    node.config.stash[_BOARDS].merge(getattr(node, "workeroutput", {}).get("lockstep_boards", ()))
 
 
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter, config: pytest.Config) -> None:
-    floors = config.stash[_FLOORS]
-    missed = [] if config.getoption("--arm") else floors.missed()  # an armed hunt ends in shrinking, which skews shares
-    if config.getoption("--floors"):
-        terminalreporter.section(f"what happened in {floors.runs} workloads")
+    boards = config.stash[_BOARDS]
+    missed = [] if config.getoption("--arm") else boards.missed()  # an armed hunt ends in shrinking, which skews shares
+    for floors in boards:
+        terminalreporter.section("what happened, in how many workloads")
         for line in floors.lines():
             terminalreporter.line(line)
     if missed:

@@ -2,7 +2,13 @@
 
 Shaped, because unshaped workloads are empty: drawn freely, one run in fourteen preempts. So the pool is sized from the
 requests, lengths fall at block borders, prompts share named streams, and a swarm of switches is drawn first, each of which
-turns a whole kind of event off in one workload so that the others get room.
+turns a whole kind of event off in one workload so that the others get room. What rarely comes together by chance is brought
+together by a shape of its own:
+
+    mixed    anything
+    crowd    everybody arrives at once in a pool that holds them only while they are young; then some are aborted
+    family   a few prompts, equal or one the beginning of the other, again and again, with the prefix cache on
+    churn    long prompts, short answers and a tight budget: rows change hands while prompts are part-prefilled
 
 Order matters for shrinking: every list of alternatives starts with the harmless one, and every switch's first value is
 "allowed", so that a shrunk workload keeps only what its failure needs.
@@ -12,7 +18,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Callable, Sequence
-from typing import Protocol, TypeVar
+from typing import Any, Protocol, TypeVar
 
 import attrs
 
@@ -50,7 +56,7 @@ class RandomSource:
 
 @attrs.frozen
 class Swarm:
-    """What one workload may contain, and how densely."""
+    """What one workload may contain, and how densely. Lengths are in blocks."""
 
     block_size: int
     rows: int
@@ -61,50 +67,80 @@ class Swarm:
     priorities: bool
     choices: bool
     refusals: bool
-    long: bool
     pressure: bool  # a pool that holds little more than the largest request
     patience: int  # longest wait between two events
+    prompts: tuple[int, ...]
+    answers: tuple[int, ...]
+    budgets: tuple[int, ...]  # above one token a row
+    shape: str = "mixed"
 
 
-def workload(source: Source) -> Workload:
-    swarm = _swarm(source)
+UNLIMITED = 2048
+SHAPES = ("mixed", "mixed", "crowd", "family", "churn", "crowd")
+
+
+def workload(source: Source, shapes: Sequence[str] = SHAPES) -> Workload:
+    swarm = _swarm(source, shapes)
     least = source.pick((1, 4, 8))
-    events = tuple(source.many(lambda s: _event(s, swarm), least, 3 * least + 2))
+    if swarm.shape == "crowd":
+        arrivals = source.many(lambda s: _submit(s, swarm, 0), 2, least + 4)
+        events = (*arrivals, *source.many(lambda s: _trouble(s, swarm), 1, 6))
+    else:
+        events = tuple(source.many(lambda s: _event(s, swarm), least, 3 * least + 2))
     return dress(source, Workload(_shape(source, swarm, events), events))
 
 
-def _swarm(source: Source) -> Swarm:
+def _swarm(source: Source, shapes: Sequence[str]) -> Swarm:
     allowed = (True, True, False)
-    return Swarm(
+    swarm = Swarm(
         block_size=source.pick((2, 4, 1, 3)),
         rows=source.pick((2, 3, 4, 1, 5, 6, 3)),
         aborts=source.pick(allowed),
-        failures=source.pick((True, False, False, False)),
+        failures=source.pick((True, False, False)),
         sharing=source.pick(allowed),
         stops=source.pick(allowed),
         priorities=source.pick(allowed),
         choices=source.pick((True, False)),
         refusals=source.pick((True, False, False, False)),
-        long=source.pick((False, True)),
         pressure=source.pick((False, True)),
         patience=source.pick((0, 2, 5)),
+        prompts=(1, 1, 2, 3),
+        answers=source.pick(((1, 1, 2), (2, 3, 5))),
+        budgets=(UNLIMITED, UNLIMITED, 0, 1, 3, 8),
     )
+    shape = source.pick(shapes)
+    return attrs.evolve(swarm, shape=shape, **_settled(shape, swarm))
+
+
+def _settled(shape: str, swarm: Swarm) -> dict[str, Any]:
+    """What a shape does not leave to chance."""
+    busy = max(2, swarm.rows)
+    if shape == "crowd":
+        calm = {"stops": False, "refusals": False, "aborts": True, "budgets": (UNLIMITED, UNLIMITED, 3)}
+        return {"rows": busy, "prompts": (1, 1, 2), "answers": (2, 3, 4), **calm}
+    if shape == "family":
+        return {"sharing": True, "choices": True, "patience": max(2, swarm.patience), "budgets": (UNLIMITED, 1, 3, 8)}
+    if shape == "churn":
+        tight = {"budgets": (0, 1, 2), "patience": 2, "aborts": True}
+        return {"rows": busy, "prompts": (1, 2, 3, 4), "answers": (1, 1, 2), **tight}
+    return {}
 
 
 def _event(source: Source, swarm: Swarm) -> Event:
     wait = source.pick((0, 0, 1, swarm.patience)) if swarm.patience else 0
-    kinds = ["submit"] * 6 + ["abort"] * (2 * swarm.aborts) + ["fail"] * swarm.failures
-    kind = source.pick(kinds)
-    if kind == "abort":
-        return Abort(source.pick((wait, 1, 2, 4, 7)), source.pick((0, -1, -2, 1, 2, 3, 5)))
-    if kind == "fail":
-        return FailStep(source.pick((wait, 1, 3)), source.pick((1, 2)))
-    return _submit(source, swarm, wait)
+    kinds = ["submit"] * (3 if swarm.shape == "churn" else 6) + ["trouble"] * (2 * swarm.aborts + swarm.failures)
+    return _submit(source, swarm, wait) if source.pick(kinds) == "submit" else _trouble(source, swarm)
+
+
+def _trouble(source: Source, swarm: Swarm) -> Event:
+    if source.pick(["abort"] * (2 * swarm.aborts) + ["fail"] * swarm.failures or ["abort"]) == "abort":
+        return Abort(source.pick((1, 0, 2, 3, 4, 7)), source.pick((0, -1, -1, -2, -3, 1, 2, 3)))
+    return FailStep(source.pick((1, 0, 3)), source.pick((1, 2)))
 
 
 def _submit(source: Source, swarm: Swarm, wait: int) -> Submit:
     prompt = _prompt(source, swarm)
-    max_tokens: int | None = _length(source, swarm, (2, 3, 5) if swarm.long else (1, 1, 2))
+    max_tokens: int | None = _length(source, swarm, swarm.answers)
     if swarm.refusals:
         prompt, max_tokens = source.pick(((prompt, max_tokens), (prompt, max_tokens), *_unusual(prompt, max_tokens)))
     stop_at = source.pick((None, source.number(1, max_tokens or 8) or 1)) if swarm.stops else None
@@ -135,13 +171,16 @@ def _unusual(
     )
 
 
-def _length(source: Source, swarm: Swarm, blocks: tuple[int, ...] = (1, 1, 2, 3)) -> int:
+def _length(source: Source, swarm: Swarm, blocks: tuple[int, ...]) -> int:
     """At and around block borders, where off-by-one faults live."""
     return max(1, source.pick(blocks) * swarm.block_size + source.pick((0, -1, 1)))
 
 
 def _prompt(source: Source, swarm: Swarm) -> tuple[tuple[str, int], ...]:
-    own = (source.pick("abcd"), _length(source, swarm))
+    if swarm.shape == "family":
+        head = ("sys", swarm.block_size * source.pick((1, 2, 3)))
+        return source.pick(((head,), (head,), (head, ("a", 1)), (head, ("b", swarm.block_size))))
+    own = (source.pick("abcd"), _length(source, swarm, swarm.prompts))
     if swarm.sharing and source.pick((False, True)):
         return (("sys", swarm.block_size * source.pick((1, 2))), own)
     return (own,)
@@ -150,11 +189,7 @@ def _prompt(source: Source, swarm: Swarm) -> tuple[tuple[str, int], ...]:
 def _shape(source: Source, swarm: Swarm, events: tuple[Event, ...]) -> Shape:
     submits = [event for event in events if isinstance(event, Submit)]
     needs = sorted(_blocks(event, swarm.block_size) for event in submits) or [1]
-    total = sum(needs)
-    if swarm.pressure:
-        blocks = needs[-1] + source.pick((0, 1, 2, 3))
-    else:
-        blocks = needs[-1] + source.pick((min(total, 24), 0, max(1, total // 5), max(1, total // 4)))
+    blocks = needs[-1] + source.pick(_spare(swarm, submits, needs))
     if swarm.refusals:
         blocks = source.pick((blocks, needs[len(needs) // 2]))
     captured = list(range(1, swarm.rows + 1))
@@ -163,15 +198,27 @@ def _shape(source: Source, swarm: Swarm, events: tuple[Event, ...]) -> Shape:
         blocks=blocks,
         block_size=swarm.block_size,
         rows=swarm.rows,
-        budget=source.pick((2048, 2048, swarm.rows, swarm.rows + 1, swarm.rows + 3, swarm.rows + 8)),
-        watermark=source.pick((0, 0, 0, 1, 2, blocks // 2)) % blocks,
+        budget=swarm.rows + source.pick(swarm.budgets),
+        watermark=0 if swarm.shape == "crowd" else source.pick((0, 0, 0, 1, 2, blocks // 2)) % blocks,
         max_model_len=source.pick((64, 64, 20)) if swarm.refusals else 64,
         capture_rows=tuple(source.pick((captured, captured[-1:], captured[1::2], captured[:1], []))),
         capture_widths=tuple(source.pick(([widest + 1], sorted({max(1, widest // 2), widest}), [max(1, widest - 1)]))),
-        persistent_batch=source.pick((True, True, False)),
-        prefix_cache=source.pick((False, True)),
+        persistent_batch=swarm.shape == "churn" or source.pick((True, True, False)),
+        prefix_cache=swarm.shape == "family" or source.pick((False, True)),
         max_waiting=source.pick((64, 64, 2, 4)) if swarm.refusals else 64,
     )
+
+
+def _spare(swarm: Swarm, submits: list[Submit], needs: list[int]) -> tuple[int, ...]:
+    """How many blocks the pool may hold beyond those of the largest request."""
+    total = sum(needs)
+    if swarm.shape == "crowd":  # the prompts of the first ones and little more: they start together, and then grow
+        young = [-(-event.prompt_len // swarm.block_size) for event in submits for _ in range(event.n)]
+        spare = max(0, sum(young[: swarm.rows]) - needs[-1])
+        return (spare, spare, spare + 1, 0)
+    if swarm.pressure:
+        return (0, 1, 2, 3)
+    return (min(total, 24), 0, max(1, total // 5), max(1, total // 4))
 
 
 def _blocks(event: Submit, block_size: int) -> int:

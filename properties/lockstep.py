@@ -27,7 +27,7 @@ from model_sim.model import Model, Refused
 from properties import diff
 from properties.cached import Contents
 from properties.checks import ALL, Fact, Finding, finding
-from properties.floors import Occurrences
+from properties.occurrences import Occurrences
 from properties.play import Stop, play
 from properties.rung_ledger import LedgerRung
 from properties.rungs import MakeRung, Rung
@@ -306,7 +306,8 @@ class Lockstep:
         if self._watching("tokens"):
             yield "tokens", diff.tokens(record, step, self._callers)
         if self._watching("text"):
-            yield "text", diff.text(rung.told(record), step, self._callers)
+            told = self._guarded(lambda: rung.told(record), self._iteration)  # text is made on the way
+            yield "text", diff.text(told, step, self._callers)
 
     def finish(self) -> None:
         """Judges the end: everything given back, every caller told what the request alone is told."""
