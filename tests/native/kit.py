@@ -13,7 +13,7 @@ from gguf import GGMLQuantizationType, quants
 from torch import Tensor
 
 import engine.native
-from engine.native.build import SOURCES, TARGET, built
+from engine.native.build import SOURCES
 from engine.native.kernels import HeadLayout, Kernels
 from engine.native.library import Library, Packed
 from engine.native.runner import library
@@ -52,8 +52,8 @@ def same_bytes(a: Tensor, b: Tensor) -> bool:
     return torch.equal(a.contiguous().view(torch.int32), b.contiguous().view(torch.int32))
 
 
-def changed(folder: Path, file: str, *changes: tuple[str, str]) -> Library:
-    """The kernels with texts of one source file replaced, built under ``folder`` without much optimisation."""
+def changed_source(folder: Path, file: str, *changes: tuple[str, str]) -> Path:
+    """A copy of the sources under ``folder`` with texts of one file replaced; each must occur once."""
     source = folder / "source"
     source.mkdir()
     for name in SOURCES:
@@ -62,7 +62,7 @@ def changed(folder: Path, file: str, *changes: tuple[str, str]) -> Library:
             assert text.count(old) == 1, f"{file} holds {old!r} {text.count(old)} times"
             text = text.replace(old, new)
         (source / name).write_text(text, encoding="utf-8")
-    return Library(built(folder=source, cache=folder / "cache", target=TARGET, extra=("-O1",)))
+    return source
 
 
 class Cache:

@@ -1,0 +1,112 @@
+"""The same sources built otherwise: for other vectors, without any, and with sanitizers."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+from engine.native.build import built, find_compiler
+from engine.native.library import TYPES, Library
+from engine.native.runner import library
+from tests.native.kit import changed_source, kernels, kernels_of, numbers, same_bytes, weight
+
+ROOT = Path(__file__).parents[2]
+AVX2 = ("-mavx2", "-mfma", "-mf16c")
+SANITIZED = ("-O1", "-g", "-fsanitize=address,undefined", "-fno-sanitize-recover=undefined", "-fno-omit-frame-pointer")
+KERNEL_TESTS = ("linear", "attention", "rows", "refused", "tape")
+
+
+def outputs(of: Library, kind: str) -> list[torch.Tensor]:
+    packed, _ = weight(kind, 50, 160, 0, of)
+    kernel = kernels_of(of, 2)
+    x = numbers(1, 9, 160)
+    found = [torch.empty(9, 50), torch.empty(1, 50), torch.empty(9, 80), torch.empty(9, 160)]
+    kernel.linear(packed, None, x, found[0])
+    kernel.linear(packed, None, x[:1], found[1])
+    kernel.silu_mul(x * 20, found[2])
+    kernel.norm(torch.ones(160), 1e-5, x, None, None, found[3])
+    return found
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(600)
+def test_avx2_and_avx512_give_the_same_bytes(tmp_path: Path) -> None:
+    """Sixteen lanes are the unit of every order, not the register."""
+    if library().vector_bits == 0:
+        pytest.skip("missing optional system tool: a processor with AVX2")
+    narrow = Library(built(target=AVX2, cache=tmp_path))
+    assert narrow.vector_bits == 256
+    for kind in TYPES:
+        assert all(map(same_bytes, outputs(narrow, kind), outputs(library(), kind)))
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(600)
+def test_portable_path(tmp_path: Path) -> None:
+    """Close to the others, with the same promise: a row's bytes are its own."""
+    portable = Library(built(target=(), cache=tmp_path))
+    assert portable.vector_bits == 0
+    for kind in TYPES:
+        found = outputs(portable, kind)
+        for mine, other in zip(found, outputs(library(), kind), strict=True):
+            torch.testing.assert_close(mine, other, rtol=1e-4, atol=1e-5)
+        assert same_bytes(found[0][:1], found[1])
+
+
+def run_under_sanitizers(shared_object: Path, *tests: str) -> subprocess.CompletedProcess[str]:
+    """Runs kernel tests in a process of its own, with the library given and every allocation fenced."""
+    runtime = subprocess.run(
+        [find_compiler(), "-print-file-name=libasan.so"], capture_output=True, text=True, check=True
+    )
+    script = (
+        "import sys, pytest, engine.native.runner as runner\n"
+        "from pathlib import Path\n"
+        "from engine.native.library import Library\n"
+        "sanitized = Library(Path(sys.argv[1]))\n"
+        "runner.library = lambda: sanitized\n"
+        "sys.exit(pytest.main(['-q', '-x', '-s', '-p', 'no:cacheprovider', '-p', 'no:xdist', '-m', 'not slow', *sys.argv[2:]]))\n"
+    )
+    environment = os.environ | {
+        "LD_PRELOAD": runtime.stdout.strip(),
+        "ASAN_OPTIONS": "detect_leaks=0:abort_on_error=0",
+        "PYTHONMALLOC": "malloc",
+        "OMP_NUM_THREADS": "1",
+    }
+    command = [sys.executable, "-c", script, str(shared_object), *tests]
+    return subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=800, check=False)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(1500)
+def test_kernel_tests_pass_under_sanitizers(tmp_path: Path) -> None:
+    shared_object = built(extra=SANITIZED, cache=tmp_path)
+    files = [f"tests/native/test_native_{name}.py" for name in KERNEL_TESTS]
+    deselected = ["--deselect", "tests/native/test_native_linear.py::test_broken_order_is_noticed"]
+    result = run_under_sanitizers(shared_object, *files, *deselected)
+    assert result.returncode == 0, result.stdout[-3000:] + result.stderr[-3000:]
+    assert " passed" in result.stdout
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(900)
+def test_sanitizers_see_a_read_past_the_end(tmp_path: Path) -> None:
+    old = "INLINE V16 load16(const float* p, int64_t n) {\n    if (n >= LANES) return load16(p);"
+    source = changed_source(tmp_path, "simd.h", (old, old.replace("n >= LANES", "n >= LANES - 1")))
+    broken = built(folder=source, cache=tmp_path / "cache", extra=SANITIZED)
+    result = run_under_sanitizers(broken, "tests/native/test_native_rows.py")
+    assert result.returncode != 0
+    assert "AddressSanitizer: heap-buffer-overflow" in result.stdout + result.stderr
+
+
+def test_kernels_use_what_the_processor_has() -> None:
+    """A build for this machine must not fall back to the portable path where /proc/cpuinfo lists vectors."""
+    info = Path("/proc/cpuinfo")
+    flags = info.read_text(encoding="utf-8") if info.exists() else ""
+    wanted = 512 if "avx512dq" in flags and "avx512bw" in flags else 256 if "avx2" in flags and "fma" in flags else 0
+    assert library().vector_bits == wanted
+    assert kernels().pool.threads == 1
