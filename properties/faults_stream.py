@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-from properties.arming import in_area, instead, line
 from properties.arming import Fault as F
+from properties.arming import in_area, instead, line
 
 _BRIDGE = "server.bridge:Bridge"
 _CHOICE = "server.live:Choice"
@@ -204,6 +204,42 @@ FAULTS = in_area(
         "of what an iteration made only the first request hears",
         ("stream",),
         line(_BRIDGE, "_deliver", "self._outbox += calls", "self._outbox += calls[:1]"),
+    ),
+    F(
+        "V25",
+        "an answer that is cut inside a character is an error",
+        ("stream",),
+        line(
+            "engine.text.detokenize:Detokenizer",
+            "flush",
+            "text = self._extend()",
+            "text = self._extend()\n    text.removesuffix(REPLACEMENT) == text or codecs.decode(b'\\xff', 'utf-8')",
+        ),
+        source="timtoole02/Camelid PR#288",
+        rules=("13.6",),
+        needs="character told as U+FFFD",
+    ),
+    F(
+        "V26",
+        "a stream whose request fails just breaks off",
+        ("stream",),
+        line("server.answer", "send_events", "data = frame(of_exception(error).body())", "return"),
+        source="mozilla-ai/any-llm PR#847",
+        needs="failed step",
+    ),
+    F(
+        "V27",
+        "usage is asked for and not sent",
+        ("stream",),
+        line(_SHAPE, "last", "if self.wish.include_usage:", "if not self.wish.include_usage:"),
+        source="ROCm/ATOM PR#1711",
+    ),
+    F(
+        "V28",
+        "each event of a stream has an id of its own",
+        ("stream",),
+        line(_SHAPE, "_chunk", "{**self._head, ", '{**self._head, "id": uuid.uuid4().hex, '),
+        source="open-webui/open-webui#23922",
     ),
     rung="wire",
 )

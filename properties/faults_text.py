@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from properties.arming import in_area, line
 from properties.arming import Fault as F
+from properties.arming import in_area, line
 
 _DETOKENIZER = "engine.text.detokenize:Detokenizer"
 _STOPS = "engine.text.stops:StopStrings"
@@ -208,5 +208,18 @@ FAULTS = in_area(
         line(_STREAM, "push", "return self._ended", "return False"),
         rules=("13.1", "13.5"),
         needs=_STRING,
+    ),
+    F(
+        "D24",
+        "an id that the tokenizer does not know is an error",
+        ("decisions", "raises"),
+        line(
+            _DETOKENIZER,
+            "_piece",
+            "return tokenizer.piece(token)",
+            "return tokenizer.piece(token).removeprefix('')",
+        ),
+        source="vllm-project/vllm#24211",
+        rules=("13.6",),
     ),
 )

@@ -36,6 +36,7 @@ class Client:
         self.tokens: list[list[int]] = [[] for _ in requests]
         self.finishes: list[list[tuple[str, object]]] = [[] for _ in requests]
         self.usage: dict[str, int] | None = None
+        self.ids: set[str] = set()
         self.errors: list[str | None] = []
         self.dones = 0
         self.after_done = 0  # messages and events behind the end
@@ -124,6 +125,7 @@ class Client:
         if "error" in event:
             self.errors.append(event["error"]["code"])
             return
+        self.ids.add(event["id"])
         if event.get("usage"):
             self.usage = event["usage"]
         for choice in event["choices"]:
@@ -167,6 +169,7 @@ class Client:
             (f"{name}: over", self.done, cut or ended),
             (f"{name}: ends of it", self.dones, int(cut or ended)),
             (f"{name}: behind its end", self.after_done, 0),
+            (f"{name}: one id", len(self.ids) > 1, False),
         ]
         if cut:
             code = "engine_error" if "error" in self.ends.values() else "server_shutdown"
