@@ -18,6 +18,7 @@ from properties import commands, fault_commands
 from properties.experiments import UNLIMITED
 from properties.faults import CATALOGUE, Faded
 from properties.rungs import RUNGS
+from properties.subject import find
 
 USAGE = 2
 
@@ -95,6 +96,23 @@ def _arm(command: Parser) -> None:
     )
 
 
+def _subject(command: Parser) -> None:
+    command.add_argument(
+        "--subject",
+        metavar="MODULE:FUNCTION",
+        type=_foreign,
+        help="somebody else's scheduler instead of our engine: see properties/examples/README.md",
+    )
+
+
+def _foreign(name: str) -> str:
+    try:
+        find(name)
+    except ValueError as error:
+        raise argparse.ArgumentTypeError(str(error)) from None
+    return name
+
+
 def _found(command: Parser) -> None:
     command.add_argument("--found", metavar="DIR", type=Path, default=Path("found"), help="where failures are written")
 
@@ -127,9 +145,14 @@ def _files(names: argparse._SubParsersAction[Parser]) -> None:
         command.add_argument(
             "--until", metavar="N", type=_at_least(1), help="stop after iteration N; the end is not judged"
         )
+        command.add_argument(
+            "--html", metavar="OUT", type=Path, help="also write one page to look at, without outside parts"
+        )
+        command.add_argument("--perfetto", metavar="OUT", type=Path, help="also write a trace for ui.perfetto.dev")
     for command in (replay, shrink):
         _rung(command)
         _arm(command)
+        _subject(command)
     shrink.add_argument(
         "--output", metavar="FILE", type=Path, help="where the result goes (default: DIR/NAME-shrunk.json)"
     )
@@ -151,6 +174,7 @@ def _searches(names: argparse._SubParsersAction[Parser]) -> None:
     hunt.add_argument("--jobs", metavar="J", type=_at_least(1), help="processes (default: one a core)")
     _rung(hunt)
     _arm(hunt)
+    _subject(hunt)
     _found(hunt)
     fault_commands.add_commands(lambda *told: _command(names, *told), _at_least)
 

@@ -15,13 +15,14 @@ import attrs
 from engine.trace import Workload, load
 from properties import experiments
 from properties.checks import Finding
-from properties.faults import armed
 from properties.finds import keep, replay_command
 from properties.hunt import Hunted, hunt
-from properties.lockstep import Run, run
+from properties.lockstep import run
+from properties.pictures import draw
 from properties.report import LEGEND, report, timeline
 from properties.rungs import RUNGS
 from properties.shrink import shrink
+from properties.trial import Trial
 
 Options = argparse.Namespace
 HOLDS, VIOLATED = 0, 1
@@ -29,20 +30,25 @@ HOLDS, VIOLATED = 0, 1
 
 def replay(options: Options) -> int:
     workload = load(options.file)
-    with armed(options.arm):
-        outcome = run(workload, make_rung=RUNGS[options.rung], until=options.until)
+    trial = _trial(options)
+    outcome = trial.run(workload, until=options.until)
     found = outcome.first
+    again = trial.command(options.file, found)
+    written = draw(options, workload, outcome, again)
     if options.json:
-        _print_json({"holds": found is None, "iterations": len(outcome.steps), **_finding(found)})
+        _print_json({"holds": found is None, "iterations": len(outcome.steps), **_finding(found), **written})
     elif found is None:
         print(f"holds: {len(outcome.steps)} iterations, {len(outcome.callers)} accepted requests")
     else:
-        print(report(workload, outcome, found, replay_command(options.file, found, options.arm)))
+        print(report(workload, outcome, found, again))
+    _say_written(options, written)
     return HOLDS if found is None else VIOLATED
 
 
 def show(options: Options) -> int:
-    outcome = run(load(options.file), make_rung=None, until=options.until)
+    workload = load(options.file)
+    outcome = run(workload, make_rung=None, until=options.until)
+    written = draw(options, workload, outcome, f"python -m properties show {options.file}")
     if options.json:
         _print_json(
             [{"iteration": s.iteration, "events": s.events, **_plain(s.step), "after": s.after} for s in outcome.steps]
@@ -50,32 +56,28 @@ def show(options: Options) -> int:
     else:
         print("\n".join(timeline(outcome)))
         print(f"\n{LEGEND}")
+    _say_written(options, written)
     return HOLDS
 
 
 def shrink_file(options: Options) -> int:
     workload = load(options.file)
-    rung = RUNGS[options.rung]
-
-    def judge(candidate: Workload) -> Run:
-        with armed(options.arm):
-            return run(candidate, make_rung=rung)
-
-    first = judge(workload).first
+    trial = _trial(options)
+    first = trial.run(workload).first
     if first is None:
         _say(options, {"holds": True}, "holds: there is no failure to shrink")
         return HOLDS
 
     def fails(candidate: Workload) -> bool:
-        found = judge(candidate).first
+        found = trial.run(candidate).first
         return found is not None and found.check == first.check
 
     small, tries = shrink(workload, fails)
-    outcome = judge(small)
+    outcome = trial.run(small)
     found = outcome.first
     assert found is not None
     path = options.output or options.found / f"{options.file.stem}-shrunk.json"
-    divergence = keep(small, outcome, found, path, fault=options.arm, by={"by": "shrink"})
+    divergence = keep(small, outcome, found, path, by={"by": "shrink"}, trial=trial)
     summary = f"{len(workload.events)} events became {len(small.events)} after {tries} tries: {path}"
     payload = {"holds": False, "file": str(path), "tries": tries, "events": len(small.events), **_finding(found)}
     _say(options, payload, f"{divergence}\n{summary}")
@@ -124,20 +126,26 @@ def _experiment(options: Options, ran: experiments.Experiment, fault: str | None
 def hunt_command(options: Options) -> int:
     seed = secrets.randbits(32) if options.seed is None else options.seed
     jobs = options.jobs or len(os.sched_getaffinity(0))
+    trial = _trial(options)
     result = hunt(
-        options.minutes, seed=seed, jobs=jobs, rung=options.rung, fault=options.arm, progress=_hunting(options.minutes)
+        options.minutes,
+        seed=seed,
+        jobs=jobs,
+        rung=trial.rung,
+        fault=trial.fault,
+        subject=trial.subject,
+        progress=_hunting(options.minutes),
     )
     kept = []
     for find in result.finds:
-        with armed(options.arm):
-            outcome = run(find.workload, make_rung=RUNGS[options.rung])
+        outcome = trial.run(find.workload)
         path = options.found / f"hunt-{find.finding.check}-{find.workload.digest()}.json"
         by: dict[str, str | int] = {"by": "hunt", "seed": seed, "number": find.number}
-        divergence = keep(find.workload, outcome, find.finding, path, fault=options.arm, by=by)
+        divergence = keep(find.workload, outcome, find.finding, path, by=by, trial=trial)
         kept.append({"file": str(path), "number": find.number, **_finding(find.finding)})
         if not options.json:
             print(f"{divergence}\n")
-    missed = result.floors.missed()
+    missed = result.floors.missed(trial.floors())
     totals = {"seed": seed, "workloads": result.workloads, "iterations": result.iterations}
     if options.json:
         _print_json({"holds": not kept and not missed, **totals, "finds": kept, "floors_missed": missed})
@@ -147,6 +155,10 @@ def hunt_command(options: Options) -> int:
             f"seed {seed}: {result.workloads} workloads, {result.iterations} iterations, {len(kept)} kinds of failure"
         )
     return VIOLATED if kept or missed else HOLDS
+
+
+def _trial(options: Options) -> Trial:
+    return Trial(options.rung, options.arm, options.subject)
 
 
 def _hunting(minutes: float) -> Callable[[Hunted, float], None]:
@@ -161,6 +173,11 @@ def _progress(line: str, *, done: bool) -> None:
     """On stderr, rewritten in place; nothing where stderr is no terminal."""
     if sys.stderr.isatty():
         print(f"\r{line}\x1b[K", end="\n" if done else "", file=sys.stderr, flush=True)
+
+
+def _say_written(options: Options, written: dict[str, str]) -> None:
+    for kind, path in written.items() if not options.json else ():
+        print(f"{kind}: {path}")
 
 
 def _say(options: Options, payload: Any, text: str) -> None:

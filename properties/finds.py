@@ -12,12 +12,11 @@ from engine.trace import Workload, save
 from properties.checks import CLASSES, Divergence, Finding
 from properties.lockstep import Run
 from properties.report import report
+from properties.trial import Trial
 
 
 def replay_command(path: Path, found: Finding | None, fault: str | None = None) -> str:
-    arm = f" --arm {fault}" if fault else ""
-    until = "" if found is None else f" --until {found.iteration}"
-    return f"python -m properties replay {path}{arm}{until}"
+    return Trial(fault=fault).command(path, found)
 
 
 def keep(
@@ -28,12 +27,17 @@ def keep(
     *,
     fault: str | None = None,
     by: Mapping[str, str | int] | None = None,
+    trial: Trial | None = None,
 ) -> Divergence:
-    """Writes the file and returns the exception to raise, its message the whole report."""
+    """Writes the file and returns the exception to raise, its message the whole report. ``trial`` says how it was run, if
+    not on the ledger rung."""
+    how = trial or Trial(fault=fault)
     provenance = {**(by or {}), "check": found.check, "iteration": found.iteration}
-    titled = workload.titled(title(found), fault=fault, found=provenance)
+    if how.subject is not None:
+        provenance = {"subject": how.subject, **provenance}
+    titled = workload.titled(title(found), fault=how.fault, found=provenance)
     save(titled, path)
-    return CLASSES[found.check](found, report(titled, run, found, replay_command(path, found, fault)))
+    return CLASSES[found.check](found, report(titled, run, found, how.command(path, found)))
 
 
 def title(found: Finding) -> str:

@@ -16,12 +16,10 @@ import attrs
 
 from engine.trace import Workload
 from properties.checks import Finding
-from properties.faults import armed
 from properties.floors import Floors
 from properties.generate import RandomSource, workload
-from properties.lockstep import run
-from properties.rungs import RUNGS
 from properties.shrink import shrink
+from properties.trial import Trial
 
 BATCH = 100  # workloads that a process runs between two looks at the clock
 
@@ -60,9 +58,11 @@ def hunt(
     jobs: int = 1,
     rung: str = "ledger",
     fault: str | None = None,
+    subject: str | None = None,
     progress: Progress | None = None,
 ) -> Hunted:
     """Runs batches on ``jobs`` processes. Keeps the first find of each check; stops early only when the time is up."""
+    trial = Trial(rung, fault, subject)
     hunted = Hunted(seed)
     end = time.monotonic() + minutes * 60
     batches = iter(range(0, 1 << 40, BATCH))
@@ -72,25 +72,24 @@ def hunt(
         while True:
             left = end - time.monotonic()
             while left > 0 and len(pending) < 2 * jobs:
-                pending.add(pool.submit(batch, seed, next(batches), rung, fault))
+                pending.add(pool.submit(batch, seed, next(batches), trial))
             if not pending:
                 break
             done, pending = wait(pending, timeout=1.0, return_when=FIRST_COMPLETED)
             for future in done:
-                _take(hunted, future.result(), rung, fault)
+                _take(hunted, future.result(), trial)
             if progress is not None:
                 progress(hunted, max(0.0, left))
     return hunted
 
 
-def batch(seed: int, start: int, rung: str, fault: str | None) -> dict[str, Any]:
+def batch(seed: int, start: int, trial: Trial) -> dict[str, Any]:
     """One process's share: plain values back, so that it can cross a process boundary."""
     floors = Floors()
     iterations = 0
     failed: list[tuple[int, str]] = []
     for number in range(start, start + BATCH):
-        with armed(fault):
-            outcome = run(numbered(seed, number), make_rung=RUNGS[rung])
+        outcome = trial.run(numbered(seed, number))
         floors.add(outcome.occurred)
         iterations += len(outcome.steps)
         if outcome.first is not None:
@@ -98,24 +97,20 @@ def batch(seed: int, start: int, rung: str, fault: str | None) -> dict[str, Any]
     return {"floors": floors.dump(), "iterations": iterations, "failed": failed}
 
 
-def _take(hunted: Hunted, result: dict[str, Any], rung: str, fault: str | None) -> None:
+def _take(hunted: Hunted, result: dict[str, Any], trial: Trial) -> None:
     hunted.floors.merge(result["floors"])
     hunted.iterations += result["iterations"]
     for number, check in result["failed"]:
         if check not in {find.finding.check for find in hunted.finds}:
-            hunted.finds.append(_shrunk(hunted.seed, number, check, rung, fault))
+            hunted.finds.append(_shrunk(hunted.seed, number, check, trial))
 
 
-def _shrunk(seed: int, number: int, check: str, rung: str, fault: str | None) -> Find:
-    def first(candidate: Workload) -> Finding | None:
-        with armed(fault):
-            return run(candidate, make_rung=RUNGS[rung]).first
-
+def _shrunk(seed: int, number: int, check: str, trial: Trial) -> Find:
     def fails(candidate: Workload) -> bool:
-        found = first(candidate)
+        found = trial.run(candidate).first
         return found is not None and found.check == check
 
     small, _ = shrink(numbered(seed, number), fails)
-    found = first(small)
+    found = trial.run(small).first
     assert found is not None
     return Find(number, small, found)

@@ -26,15 +26,16 @@ from properties.columns import timeline
 from properties.lockstep import Run
 from properties.report import report
 from properties.sides import Side, compare, content, sides
+from properties.subject_run import SubjectRun
 
 _TEMPLATES = Path(__file__).parent / "templates"
 BOTH = ("engine", "specification")
 
 
-def page(workload: Workload, run: Run, command: str, *, names: Sequence[str] | None = None) -> str:
-    """The page's text. ``names`` are those of the two sides, or of the only one; by default what the run holds."""
+def page(workload: Workload, run: Run, command: str) -> str:
+    """The page's text, with two sides or, of a foreign scheduler or of the specification alone, with one."""
     alone = all(step.ledger is None for step in run.steps)
-    named = tuple(names or (BOTH[1:] if alone else BOTH))
+    named = ("subject",) if isinstance(run, SubjectRun) else BOTH[1:] if alone else BOTH
     script, style = ((_TEMPLATES / name).read_text(encoding="utf-8") for name in ("page.js", "page.css"))
     environment = Environment(loader=FileSystemLoader(_TEMPLATES), autoescape=select_autoescape(default=True))
     found = run.first

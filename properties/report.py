@@ -14,7 +14,8 @@ from properties.checks import Finding
 from properties.columns import LEGEND, Columns, timeline
 from properties.history import holds
 from properties.lockstep import Run, Step
-from properties.sides import Entry, compare, sides
+from properties.sides import Entry, compare, of_model, sides
+from properties.subject_run import SubjectRun
 
 __all__ = ["LEGEND", "WINDOW", "report", "timeline"]
 
@@ -34,11 +35,19 @@ def report(workload: Workload, run: Run, found: Finding, command: str) -> str:
     if shown and shown[0].iteration < first:
         lines.append(f"({first - shown[0].iteration} earlier iterations)")
     lines += Columns(run, named_requests(found), first, found.iteration).lines()
-    entries = ledgers(run.steps, found.iteration, workload.shape.blocks)
-    if found.check == "audit":
+    foreign = isinstance(run, SubjectRun)
+    entries = [] if foreign else ledgers(run.steps, found.iteration, workload.shape.blocks)
+    if found.check == "audit" or foreign:
         lines += ["", *(f"also: {fact.engine}" for fact in found.facts)] if found.facts else []
     elif facts := _beside(found, entries):
         lines += ["", *_table(f"{found.check} at {found.iteration}", facts, arrows=False)]
+    if foreign and shown:
+        held = of_model(shown[-1].after).entries()
+        lines += [
+            "",
+            f"what it holds after {shown[-1].iteration}",
+            *(f"  {name:{_NAME - 2}}  {text}" for name, text in held if text),
+        ]
     if entries:
         lines += ["", *_table(f"ledger at {found.iteration}", entries, arrows=True)]
     lines += ["", *_holders(found, entries, shown), "workload:", dumps(workload).rstrip(), "", f"replay: {command}"]
