@@ -8,6 +8,7 @@ logits with a plain fp64 forward), and it runs them unharmed: a fault that is ar
 from __future__ import annotations
 
 import functools
+from typing import Any
 
 import attrs
 import torch
@@ -24,7 +25,7 @@ from engine.trace import VOCAB
 from properties.arming import disarmed
 from properties.sampled import Sampling
 
-SMALL = {
+SMALL: dict[str, Any] = {
     "vocab_size": VOCAB,
     "hidden_size": 32,
     "intermediate_size": 48,
@@ -32,12 +33,13 @@ SMALL = {
     "num_heads": 2,
     "num_kv_heads": 1,
     "head_dim": 16,
+    "sliding_windows": (9, None),  # both kinds of layer
 }
 
 
 def tiny_model() -> LoadedModel:
     """Random fp32 weights, the same on every machine, over the vocabulary of workloads."""
-    return synthetic_model("llama", **SMALL)
+    return synthetic_model("mistral", **SMALL)
 
 
 @functools.cache
