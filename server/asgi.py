@@ -97,18 +97,21 @@ class FrontDoor:
         await self.app(scope, again, send)
 
     def _check_key(self, scope: Scope, headers: Headers) -> None:
-        if not self._keys or scope["path"] in OPEN_PATHS:
-            return
-        scheme, _, key = headers.get("authorization", "").partition(" ")
-        given = hashlib.sha256(key.strip().encode("utf-8", "surrogateescape")).digest()
-        known = [hmac.compare_digest(given, digest) for digest in self._keys]  # all of them, in constant time
-        if scheme.lower() != "bearer" or not any(known):
+        trusted = not self._keys or self._has_key(headers)
+        scope["state"]["trusted"] = trusted  # open paths say less to strangers
+        if not trusted and scope["path"] not in OPEN_PATHS:
             raise ApiError(
                 401,
                 "a valid key is needed, as in 'Authorization: Bearer KEY'",
                 code="invalid_api_key",
                 headers={"WWW-Authenticate": "Bearer"},
             )
+
+    def _has_key(self, headers: Headers) -> bool:
+        scheme, _, key = headers.get("authorization", "").partition(" ")
+        given = hashlib.sha256(key.strip().encode("utf-8", "surrogateescape")).digest()
+        known = [hmac.compare_digest(given, digest) for digest in self._keys]  # all of them, in constant time
+        return scheme.lower() == "bearer" and any(known)
 
     async def _read(self, headers: Headers, receive: Receive) -> bytes:
         """The body, judged by its announced length and by the bytes that arrive."""

@@ -25,7 +25,7 @@ _HELP = (
     "Without options, the small model that is installed beside the engine answers on http://127.0.0.1:8000. "
     "Every option is also an environment variable (--max-num-seqs is LOCKSTEP_MAX_NUM_SEQS) and a key of the TOML file "
     "that --config names; a flag beats the variable, the variable beats the file. `python -m server bench --help` is about "
-    "measuring a server."
+    "measuring a server, `python -m server graphbench --help` about comparing recorded graphs with eager steps."
 )
 
 
@@ -36,6 +36,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
         from server.bench.cli import main as bench
 
         return bench(arguments[1:])
+    if arguments[:1] == ["graphbench"]:
+        from server.graphbench.cli import main as graphbench
+
+        return graphbench(arguments[1:])
     try:
         options = _parse(arguments)
         if options is None:  # --help or --version

@@ -15,6 +15,7 @@ from server.bridge import Phase
 from server.context import TORCH, Context, context_of
 from server.documents import ERRORS
 from server.errors import ApiError
+from server.facts import promises, readings
 from server.prompts import need_tokenizer, read_messages, read_prompts
 from server.schemas import DetokenizeBody, TokenizeBody
 from server.strict_json import JsonRoute, dumps
@@ -39,7 +40,9 @@ async def health(request: Request) -> Response:
     limit = context.settings.stall_timeout
     if limit and began is not None and time.monotonic() - began > limit:
         raise ApiError(503, f"an iteration has been running for more than {limit:g} seconds", code="engine_stalled")
-    return _json({"status": "ok"})
+    if not request.state.trusted:
+        return _json({"status": "ok"})
+    return _json({"status": "ok", "promises": _promises(context), "readings": readings(context.metrics.reading)})
 
 
 @router.head("/ready", include_in_schema=False)
@@ -94,33 +97,25 @@ def _card(context: Context, name: str) -> dict[str, Any]:
 
 @router.get("/server_info", response_class=Response)
 async def server_info(request: Request) -> Response:
-    """What equal bytes depend on (version, model, device, compute path), sizes, and totals so far."""
+    """What equal bytes depend on (version, model, device, compute path), what was decided at start, totals so far."""
     context = context_of(request)
-    engine = context.bridge.engine
-    limits = engine.limits
-    reading = context.metrics.reading
     return _json(
         {
             "version": __version__,
             "torch": TORCH,
             "model": context.model.name,
-            "served_model_name": list(context.names),
             "system_fingerprint": context.fingerprint(),
-            "capacity": dict(engine.capacity()),
-            "max_model_len": limits.max_model_len,
-            "max_num_seqs": limits.max_num_seqs,
-            "max_num_batched_tokens": limits.max_num_batched_tokens,
-            "max_waiting": limits.max_waiting,
-            "block_size": limits.block_size,
-            "num_kv_blocks": limits.num_blocks,
-            "enable_prefix_caching": limits.prefix_cache,
-            "running": reading.running,
-            "waiting": reading.waiting,
-            "free_kv_blocks": reading.free_blocks,
-            "cached_kv_blocks": reading.cached_blocks,
             "phase": str(context.bridge.phase),
+            "capacity": dict(context.bridge.engine.capacity()),
+            **_promises(context),  # flat as well, where routers and benchmark clients look for sizes
+            "promises": _promises(context),
+            "readings": readings(context.metrics.reading),
         }
     )
+
+
+def _promises(context: Context) -> dict[str, Any]:
+    return {"served_model_name": list(context.names), **promises(context.bridge.engine)}
 
 
 @router.get("/model_info", response_class=Response)

@@ -87,6 +87,7 @@ class Reading:
     cached_blocks: int = 0  # of the free ones: their content is still a hit
     rows: int = 0
     free_rows: int = 0
+    recorded: int = 0  # graphs, since start
     counters: Counters = attrs.field(factory=Counters)
 
     @classmethod
@@ -96,6 +97,7 @@ class Reading:
         counters = scheduler.counters
         frozen = attrs.evolve(
             counters,
+            decode_rows=copy.copy(counters.decode_rows),
             replays=copy.copy(counters.replays),
             eager=copy.copy(counters.eager),
             refused=copy.copy(counters.refused),
@@ -109,6 +111,7 @@ class Reading:
             cached_blocks=scheduler.pool.num_cached,
             rows=engine.limits.max_num_seqs,
             free_rows=scheduler.rows.num_free,
+            recorded=getattr(engine.runner, "recorded", 0),
             counters=frozen,
         )
 

@@ -50,6 +50,7 @@ class PlanRunner:
         self.rows = RowState(limits.max_num_seqs, sizes.width, self.pool.trash_block)
         self.sampler = Sampler(limits.max_num_seqs, self.network.vocab_size, self._device)
         self._graphs = self.network.graphs
+        self.recorded = 0  # graphs; while serving, none is added
         self._logits: dict[tuple[int, int], Tensor] = {}  # the output buffer of each captured shape
 
     @property
@@ -81,6 +82,7 @@ class PlanRunner:
             self._logits[shape] = self.network.decode(do, tokens, table_view)
 
         self._graphs.record(shape, step)
+        self.recorded += 1
 
     # Iterations ----------------------------------------------------------------------------------------------------
 

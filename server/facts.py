@@ -1,0 +1,60 @@
+"""What the server says about itself, in two sections that must not be mixed up.
+
+    promises   decided at start, and true until the end: sizes, the recorded shapes, what is switched on
+    readings   counted while it runs: totals since start, and how things stand after the latest iteration
+
+Whoever claims something about a run takes the readings before and after it; the difference is what happened.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from server.metrics import Reading
+
+if TYPE_CHECKING:
+    from engine.engine import Engine
+
+
+def promises(engine: Engine) -> dict[str, Any]:
+    limits = engine.limits
+    return {
+        "max_model_len": limits.max_model_len,
+        "max_num_seqs": limits.max_num_seqs,
+        "max_num_batched_tokens": limits.max_num_batched_tokens,
+        "max_waiting": limits.max_waiting,
+        "block_size": limits.block_size,
+        "num_kv_blocks": limits.num_blocks,
+        "watermark": limits.watermark,
+        "vocab_size": limits.vocab_size,
+        "persistent_batch": limits.persistent_batch,
+        "enable_prefix_caching": limits.prefix_cache,
+        "captures": [list(shape) for shape in limits.captures],
+    }
+
+
+def readings(reading: Reading) -> dict[str, Any]:
+    counters = reading.counters
+    return {
+        "running": reading.running,
+        "waiting": reading.waiting,
+        "free_kv_blocks": reading.free_blocks,
+        "cached_kv_blocks": reading.cached_blocks,
+        "free_rows": reading.free_rows,
+        "iterations": counters.iterations,
+        "decode_steps": counters.decode_steps,
+        "decode_rows": {str(rows): count for rows, count in sorted(counters.decode_rows.items())},
+        "replays": {f"{rows}x{width}": count for (rows, width), count in sorted(counters.replays.items())},
+        "eager_steps": dict(sorted(counters.eager.items())),
+        "recorded_graphs": reading.recorded,
+        "padded_rows": counters.padded_rows,
+        "row_moves": counters.row_moves,
+        "preemptions": counters.preemptions,
+        "prefill_tokens": counters.prefill_tokens,
+        "recomputed_tokens": counters.recomputed_tokens,
+        "prefix_hit_tokens": counters.prefix_hit_tokens,
+        "sampled_tokens": counters.sampled_tokens,
+        "finished": dict(sorted(counters.finished.items())),
+        "refused": dict(sorted(counters.refused.items())),
+        "failed_steps": counters.failed_steps,
+    }

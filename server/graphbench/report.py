@@ -1,0 +1,135 @@
+"""The comparison for people (tables, a plot) and for machines (JSON, CSV)."""
+
+from __future__ import annotations
+
+import csv
+import io
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import attrs
+from rich import box
+from rich.console import Console
+from rich.table import Table
+
+from server.bench.plot import NoPlots
+from server.graphbench.verdict import ArmRun, Complaint, Paced, tail_ratio, unequal
+
+
+def show(arms: Sequence[ArmRun], complaints: Sequence[Complaint], console: Console) -> None:
+    console.print(_arms(arms))
+    if arms[0].paced:
+        console.print(_rates(arms))
+    for other in arms[1:]:
+        different = unequal(arms[0].crowd, other.crowd)
+        equal = len(arms[0].crowd) - len(different)
+        console.print(f"{arms[0].name} and {other.name}: {equal} of {len(arms[0].crowd)} answers equal to the byte")
+    for complaint in complaints:
+        label = "WORSE" if complaint.kind == "worse" else "SAYS NOTHING"
+        console.print(f"{label}  {complaint.check}: {complaint.text}", markup=False, soft_wrap=True)
+    if not complaints:
+        console.print("all checks hold")
+
+
+def _arms(arms: Sequence[ArmRun]) -> Table:
+    table = Table(title="the crowd, and what each arm cost to start", box=box.SIMPLE_HEAD)
+    for heading in ("arm", "clients", "peak rows", "decode steps", "replayed", "padded", "moves", "recorded"):
+        table.add_column(heading, justify="left" if heading == "arm" else "right")
+    for heading in ("boot s", "MiB"):
+        table.add_column(heading, justify="right")
+    for arm in arms:
+        happened = arm.crowd_happened
+        counts = [len(arm.crowd), happened.peak_rows, happened.decode_steps, f"{happened.replay_share:.1%}"]
+        counts += [happened.padded_rows, happened.row_moves, sum(h.recorded for h in arm.happened)]
+        memory = "-" if arm.memory_mib is None else f"{arm.memory_mib:.0f}"
+        table.add_row(arm.name, *(str(count) for count in counts), f"{arm.boot_s:.1f}", memory)
+    return table
+
+
+def _rates(arms: Sequence[ArmRun]) -> Table:
+    table = Table(title="open loop, ms", box=box.SIMPLE_HEAD)
+    for heading in ("arm", "req/s", "TTFT p50", "p99", "ITL p50", "p99", "samples", f"ITL p99 of {arms[0].name} / it"):
+        table.add_column(heading, justify="left" if heading == "arm" else "right")
+    for arm in arms:
+        for mine, paced in zip(arms[0].paced, arm.paced, strict=True):
+            ratio = None if arm is arms[0] else tail_ratio(mine, paced)
+            table.add_row(arm.name, *_latencies(paced), "" if ratio is None else f"{ratio:.2f}")
+    return table
+
+
+def _latencies(paced: Paced) -> list[str]:
+    ttft, itl = paced.summary.latencies["ttft"], paced.summary.latencies["itl"]
+    numbers = (ttft["p50"], ttft["p99"], itl["p50"], itl["p99"])
+    return [f"{paced.rate:g}", *(f"{number:.1f}" for number in numbers), str(paced.samples)]
+
+
+def document(arms: Sequence[ArmRun], complaints: Sequence[Complaint]) -> dict[str, Any]:
+    """Plain values; answers are left out, how many are equal is in."""
+    return {
+        "arms": [_plain(arm) for arm in arms],
+        "equal_answers": {
+            other.name: len(arms[0].crowd) - len(unequal(arms[0].crowd, other.crowd)) for other in arms[1:]
+        },
+        "complaints": [attrs.asdict(complaint) for complaint in complaints],
+        "holds": not complaints,
+    }
+
+
+def _plain(arm: ArmRun) -> dict[str, Any]:
+    return {
+        "name": arm.name,
+        "boot_s": arm.boot_s,
+        "memory_mib": arm.memory_mib,
+        "promises": dict(arm.promises),
+        "clients": len(arm.crowd),
+        "crowd": attrs.asdict(arm.crowd_happened) | {"peak_rows": arm.crowd_happened.peak_rows},
+        "paced": [
+            {
+                "rate": paced.rate,
+                "samples": paced.samples,
+                **paced.summary.plain(),
+                "steps": attrs.asdict(paced.happened),
+            }
+            for paced in arm.paced
+        ],
+    }
+
+
+def table_of(arms: Sequence[ArmRun]) -> str:
+    """CSV: a line for each arm and rate, latencies in milliseconds."""
+    out = io.StringIO()
+    writer = csv.writer(out, lineterminator="\n")
+    writer.writerow(["arm", "rate", "ttft_p50", "ttft_p99", "itl_p50", "itl_p99", "samples", "replay_share"])
+    for arm in arms:
+        for paced in arm.paced:
+            writer.writerow([arm.name, *_latencies(paced), f"{paced.happened.replay_share:.4f}"])
+    return out.getvalue()
+
+
+def plot(arms: Sequence[ArmRun], path: Path) -> None:
+    """ITL and TTFT over the rate, one pair of lines per arm. Raises ``NoPlots``, and ``ValueError`` for the ending."""
+    try:
+        import matplotlib as mpl
+    except ModuleNotFoundError:
+        raise NoPlots("--plot needs matplotlib: pip install 'lockstep-engine[plot]'") from None
+    mpl.use("agg")
+    from matplotlib import pyplot as plt
+
+    figure, axes = plt.subplots(1, 2, figsize=(10, 4), layout="constrained")
+    for number, arm in enumerate(arms):
+        for axis, name in zip(axes, ("itl", "ttft"), strict=True):
+            for quantile, style in (("p50", "--"), ("p99", "-")):
+                values = [paced.summary.latencies[name][quantile] for paced in arm.paced]
+                rates = [paced.rate for paced in arm.paced]
+                axis.plot(rates, values, style, marker="o", color=f"C{number}", label=f"{arm.name} {quantile}")
+    for axis, title in zip(axes, ("inter-token latency, ms", "time to first token, ms"), strict=True):
+        axis.set_xlabel("requests per second")
+        axis.set_ylabel(title)
+        axis.set_ylim(bottom=0)
+        axis.grid(alpha=0.3)
+        axis.legend()
+    try:
+        figure.savefig(path, dpi=120)
+    finally:
+        plt.close(figure)

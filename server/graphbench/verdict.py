@@ -1,0 +1,152 @@
+"""The verdict over two arms: ``worse`` is what the capture did, ``void`` is why this pair of runs cannot say anything.
+
+A comparison that was not crowded, or in which the arms did different work, would come out equal whatever the graphs do;
+so it fails too, under its own kind.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+import attrs
+
+from server.bench.summary import Summary
+from server.graphbench.clients import Said
+from server.graphbench.readings import Happened
+
+
+@attrs.frozen
+class Paced:
+    """An open-loop pass of one arm at one rate."""
+
+    rate: float
+    summary: Summary
+    samples: int  # gaps between tokens
+    happened: Happened
+
+
+@attrs.frozen
+class ArmRun:
+    """Everything that one arm gave. ``alone`` is empty when no pass without neighbours was asked for."""
+
+    name: str
+    replays: bool  # whether it was told to replay
+    rows: int  # max_num_seqs
+    boot_s: float
+    memory_mib: float | None
+    promises: Mapping[str, object]  # what the server said at start
+    crowd: Sequence[Said]
+    crowd_happened: Happened
+    alone: Sequence[Said] = ()
+    paced: Sequence[Paced] = ()
+
+    @property
+    def happened(self) -> tuple[Happened, ...]:
+        return (self.crowd_happened, *(paced.happened for paced in self.paced))
+
+
+@attrs.frozen
+class Complaint:
+    """``kind`` is "worse" or "void"; ``check`` a stable word; ``text`` names the arms and the numbers."""
+
+    kind: str
+    check: str
+    text: str
+
+
+@attrs.frozen
+class Tolerance:
+    """``tail``: the largest accepted ratio of the ITL p99. ``samples``: gaps that each rate needs for a p99."""
+
+    tail: float = 1.25
+    samples: int = 200
+
+
+def judge(graphs: ArmRun, other: ArmRun, tolerance: Tolerance) -> list[Complaint]:
+    """``graphs`` is the arm that replays; ``other`` what it is compared with."""
+    return [*_void(graphs, other, tolerance), *_worse(graphs, other, tolerance)]
+
+
+def _void(graphs: ArmRun, other: ArmRun, tolerance: Tolerance) -> list[Complaint]:
+    found: list[Complaint] = []
+
+    def void(check: str, text: str) -> None:
+        found.append(Complaint("void", check, text))
+
+    for arm in (graphs, other):
+        failed = [said.error for said in (*arm.crowd, *arm.alone) if said.error is not None]
+        failed += [error for paced in arm.paced for error in paced.summary.errors]
+        if failed:
+            void("failed", f"{arm.name}: {len(failed)} requests failed, the first with {failed[0]}")
+        wanted = min(arm.rows, len(arm.crowd))
+        if arm.crowd_happened.peak_rows < wanted:
+            void("not crowded", f"{arm.name}: at most {arm.crowd_happened.peak_rows} of {wanted} rows decoded at once")
+        for paced in arm.paced:
+            if paced.samples < tolerance.samples:
+                text = f"{paced.samples} inter-token samples, {tolerance.samples} are needed for a p99"
+                void("too few samples", f"{arm.name} at {paced.rate:g}/s: {text}")
+    if not graphs.crowd_happened.replayed:
+        void("nothing replayed", f"{graphs.name} replayed none of {graphs.crowd_happened.decode_steps} decode steps")
+    if other.crowd_happened.replayed and not other.replays:
+        void("not eager", f"{other.name} replayed {other.crowd_happened.replayed} steps, but was told to replay none")
+    for mine, theirs in zip(graphs.happened, other.happened, strict=True):
+        if mine.sampled_tokens != theirs.sampled_tokens:
+            tokens = f"{graphs.name} sampled {mine.sampled_tokens} tokens, {other.name} {theirs.sampled_tokens}"
+            void("different work", tokens)
+    return found
+
+
+def _worse(graphs: ArmRun, other: ArmRun, tolerance: Tolerance) -> list[Complaint]:
+    found: list[Complaint] = []
+
+    def worse(check: str, text: str) -> None:
+        found.append(Complaint("worse", check, text))
+
+    for name, mine, theirs in (("crowd", graphs.crowd, other.crowd), ("alone", graphs.alone, other.alone)):
+        if different := answered_differently(mine, theirs):
+            worse("answers differ", f"{name}: {_clients(different)} differ between {graphs.name} and {other.name}")
+    for arm in (graphs, other):
+        if arm.alone and (different := answered_differently(arm.crowd, arm.alone)):
+            worse(
+                "crowd differs from alone", f"{arm.name}: {_clients(different)} got another answer without neighbours"
+            )
+    recorded = sum(happened.recorded for happened in graphs.happened)
+    if recorded:
+        worse("recorded while serving", f"{graphs.name} recorded {recorded} graphs after it was ready")
+    steps = sum(happened.decode_steps for happened in graphs.happened)
+    replayed = sum(happened.replayed for happened in graphs.happened)
+    if replayed < steps:
+        why: dict[str, int] = {}
+        for happened in graphs.happened:
+            for reason, count in happened.eager.items():
+                why[reason] = why.get(reason, 0) + count
+        reasons = ", ".join(f"{count} {reason}" for reason, count in sorted(why.items()))
+        worse("not every step replayed", f"{graphs.name} replayed {replayed} of {steps} decode steps ({reasons})")
+    for paced, compared in zip(graphs.paced, other.paced, strict=True):
+        ratio = tail_ratio(paced, compared)
+        if ratio is not None and ratio > tolerance.tail:
+            text = f"ITL p99 of {graphs.name} is {ratio:.2f} times that of {other.name}, allowed is {tolerance.tail:g}"
+            worse("tail worse", f"at {paced.rate:g}/s: {text}")
+    return found
+
+
+def tail_ratio(mine: Paced, theirs: Paced) -> float | None:
+    below = theirs.summary.latencies["itl"]["p99"]
+    return mine.summary.latencies["itl"]["p99"] / below if below > 0 else None
+
+
+def unequal(mine: Sequence[Said], theirs: Sequence[Said]) -> list[int]:
+    """Clients that were told something else. A failed request differs from every answer."""
+    if not mine or not theirs:
+        return []
+    return [n for n, (a, b) in enumerate(zip(mine, theirs, strict=True)) if a != b or a.error is not None]
+
+
+def answered_differently(mine: Sequence[Said], theirs: Sequence[Said]) -> list[int]:
+    """Of those, the ones that both sides did answer: a failed request is a complaint of its own."""
+    return [n for n in unequal(mine, theirs) if mine[n].error is None and theirs[n].error is None]
+
+
+def _clients(numbers: Sequence[int]) -> str:
+    shown = ", ".join(str(number) for number in numbers[:5]) + (", ..." if len(numbers) > 5 else "")
+    return f"the answers of {len(numbers)} clients ({shown})"

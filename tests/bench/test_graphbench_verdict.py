@@ -1,0 +1,179 @@
+"""Each check of graphbench: silent on a good pair of runs, and fired by the one thing that it is there to see."""
+
+from __future__ import annotations
+
+import io
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import attrs
+import pytest
+from rich.console import Console
+
+from server.bench.client import Answer
+from server.bench.summary import summarise
+from server.graphbench import report
+from server.graphbench.cli import main
+from server.graphbench.clients import Said, clients
+from server.graphbench.readings import Backwards, Happened, between
+from server.graphbench.verdict import ArmRun, Paced, Tolerance, judge
+
+SAID = tuple(Said((n, n + 1), ("d", f"{n}"), "text", "length") for n in range(4))
+
+
+def happened(**changes: Any) -> Happened:
+    base = Happened(
+        decode_steps=10,
+        decode_rows={4: 6, 1: 4},
+        replays={"4x4": 6, "1x4": 4},
+        eager={},
+        recorded=0,
+        sampled_tokens=28,
+        prefill_tokens=40,
+        padded_rows=0,
+        row_moves=2,
+        preemptions=0,
+    )
+    return attrs.evolve(base, **changes)
+
+
+def eager_steps(**changes: Any) -> Happened:
+    return happened(**{"replays": {}, "eager": {"uncaptured": 10}, **changes})
+
+
+def paced(steps: Happened, gap: float = 0.01, samples: int = 300) -> Paced:
+    arrivals = [gap * n for n in range(samples + 1)]
+    answers = [Answer(0.0, arrivals, arrivals[-1], 3, len(arrivals))]
+    return Paced(1.0, summarise("1/s", answers), samples, steps)
+
+
+def arm(name: str, steps: Happened, **changes: Any) -> ArmRun:
+    base = ArmRun(
+        name=name,
+        replays=name != "eager",
+        rows=4,
+        boot_s=1.0,
+        memory_mib=100.0,
+        promises={},
+        crowd=SAID,
+        crowd_happened=steps,
+        alone=SAID,
+        paced=[paced(steps)],
+    )
+    return attrs.evolve(base, **changes)
+
+
+def graphs(**changes: Any) -> ArmRun:
+    return arm("graphs", happened(), **changes)
+
+
+def eager(**changes: Any) -> ArmRun:
+    return arm("eager", eager_steps(), **changes)
+
+
+def test_a_good_pair_holds() -> None:
+    assert judge(graphs(), eager(), Tolerance()) == []
+
+
+ANOTHER = (attrs.evolve(SAID[0], tokens=(9, 9)), *SAID[1:])
+DIGEST = (*SAID[:3], attrs.evolve(SAID[3], digests=("d", "other")))
+BROKEN = (*SAID[:3], Said(error="500 broken"))
+
+CASES: list[tuple[str, str, Callable[[], tuple[ArmRun, ArmRun]]]] = [
+    ("worse", "answers differ", lambda: (graphs(crowd=ANOTHER, alone=ANOTHER), eager())),
+    ("worse", "answers differ", lambda: (graphs(crowd=DIGEST, alone=DIGEST), eager())),
+    ("worse", "crowd differs from alone", lambda: (graphs(alone=ANOTHER), eager(alone=ANOTHER))),
+    ("worse", "recorded while serving", lambda: (graphs(crowd_happened=happened(recorded=1)), eager())),
+    (
+        "worse",
+        "not every step replayed",
+        lambda: (graphs(crowd_happened=happened(replays={"4x4": 9}, eager={"scattered": 1})), eager()),
+    ),
+    ("worse", "tail worse", lambda: (graphs(paced=[paced(happened(), gap=0.02)]), eager())),
+    ("void", "not crowded", lambda: (graphs(crowd_happened=happened(decode_rows={3: 10})), eager())),
+    ("void", "not crowded", lambda: (graphs(), eager(crowd_happened=eager_steps(decode_rows={3: 10})))),
+    ("void", "different work", lambda: (graphs(), eager(crowd_happened=eager_steps(sampled_tokens=27)))),
+    ("void", "too few samples", lambda: (graphs(paced=[paced(happened(), samples=5)]), eager())),
+    ("void", "not eager", lambda: (graphs(), eager(crowd_happened=happened()))),
+    ("void", "failed", lambda: (graphs(), eager(crowd=BROKEN, alone=BROKEN))),
+]
+
+
+@pytest.mark.parametrize(
+    ("kind", "check", "make"), CASES, ids=[f"{check}-{n}" for n, (_, check, _) in enumerate(CASES)]
+)
+def test_each_check_fires(kind: str, check: str, make: Callable[[], tuple[ArmRun, ArmRun]]) -> None:
+    found = judge(*make(), Tolerance())
+    assert (kind, check) in {(complaint.kind, complaint.check) for complaint in found}
+    assert {complaint.check for complaint in found} == {check}
+
+
+def test_an_arm_that_replays_nothing_says_nothing_about_replays() -> None:
+    found = judge(graphs(crowd_happened=eager_steps(), paced=[paced(eager_steps())]), eager(), Tolerance())
+    assert {complaint.check for complaint in found} == {"nothing replayed", "not every step replayed"}
+
+
+READING: dict[str, Any] = {
+    "decode_steps": 3,
+    "decode_rows": {"1": 2, "2": 1},
+    "replays": {"2x4": 3},
+    "eager_steps": {},
+    "recorded_graphs": 7,
+    "sampled_tokens": 5,
+    "prefill_tokens": 9,
+    "padded_rows": 1,
+    "row_moves": 0,
+    "preemptions": 0,
+}
+
+
+def test_a_claim_is_the_difference_of_two_readings() -> None:
+    after = READING | {"decode_steps": 5, "decode_rows": {"1": 2, "2": 2, "8": 1}, "replays": {"2x4": 4, "8x4": 1}}
+    got = between(READING, after)
+    assert (got.decode_steps, got.decode_rows, got.replays) == (2, {2: 1, 8: 1}, {"2x4": 1, "8x4": 1})
+    assert (got.peak_rows, got.replay_share, got.recorded) == (8, 1.0, 0)
+
+
+@pytest.mark.parametrize("change", [{"sampled_tokens": 4}, {"replays": {"2x4": 2}}, {"decode_rows": {}}])
+def test_a_total_that_goes_down_is_an_error(change: dict[str, Any]) -> None:
+    with pytest.raises(Backwards, match="not of one run"):
+        between(READING, READING | change)
+
+
+def test_the_same_seed_asks_the_same() -> None:
+    assert clients(9, 3, 1000) == clients(9, 3, 1000)
+    asks = clients(9, 3, 1000)
+    assert asks != clients(9, 4, 1000)
+    assert {ask.sampling["temperature"] for ask in asks} == {0, 0.8}
+    assert len({len(ask.prompt) for ask in asks}) > 3
+
+
+def test_what_people_and_machines_read(tmp_path: Path) -> None:
+    arms = [graphs(), eager(crowd=ANOTHER, alone=ANOTHER)]
+    complaints = judge(arms[0], arms[1], Tolerance())
+    console = Console(record=True, width=120, file=io.StringIO())
+    report.show(arms, complaints, console)
+    text = console.export_text()
+    assert "graphs and eager: 3 of 4 answers equal to the byte" in text
+    assert "WORSE  answers differ: crowd: the answers of 1 clients (0) differ" in text
+    document = json.loads(json.dumps(report.document(arms, complaints)))
+    assert (document["holds"], document["equal_answers"]) == (False, {"eager": 3})
+    assert report.table_of(arms).splitlines()[1].startswith("graphs,1,")
+    report.plot(arms, tmp_path / "p.png")
+    assert (tmp_path / "p.png").read_bytes().startswith(b"\x89PNG")
+
+
+@pytest.mark.parametrize(
+    ("options", "says"),
+    [
+        (["--arms", "graphs"], "at least two"),
+        (["--arms", "graphs,compiled"], "'compiled'"),
+        (["--rates", "fast"], "'fast'"),
+        (["--clients", "1"], "--clients is 1"),
+    ],
+)
+def test_wrong_options_are_one_sentence(options: list[str], says: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(options) == 2
+    assert says in capsys.readouterr().err
