@@ -16,13 +16,12 @@ from pathlib import Path
 import attrs
 
 from properties.faults import CATALOGUE
-from properties.finds import keep, replay_command
+from properties.finds import keep
 from properties.killing import first_kill, outcome, reduced
 
 SECONDS = 60.0  # until a hunt counts as failed
 MOST_EVENTS = 8
 MEDIAN_EVENTS = 4
-_TRIES = {"ledger": 3000, "rows": 2000, "tiny": 400, "wire": 400}  # of the reducer
 
 Progress = Callable[[int, int, str], None]
 
@@ -71,12 +70,12 @@ def hunt_one(fault: str, folder: Path, *, seed: int = 1, seconds: float = SECOND
     kill = first_kill(fault, seed, seconds=seconds)
     if kill is None:
         return Line(fault, entry.rung, entry.title, seconds, 0)
-    small, found, _ = reduced(kill, fault, budget=_TRIES[entry.rung])
+    small, found, _ = reduced(kill, fault)
     path = folder / f"{fault}.json"
     keep(small, outcome(small, fault), found, path, fault=fault, by={"by": "faults", "seed": seed})
     started = time.monotonic()
-    command = replay_command(path, found, fault).split()[1:]
-    code = subprocess.run([sys.executable, *command], capture_output=True, check=False).returncode
+    command = [sys.executable, "-m", "properties", "replay", str(path), "--rung", entry.rung, "--arm", fault]
+    code = subprocess.run(command, capture_output=True, check=False).returncode
     spent = time.monotonic() - started
     return Line(
         fault,

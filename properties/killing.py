@@ -13,12 +13,16 @@ from collections.abc import Iterator
 import attrs
 
 from engine.trace import Workload
+from properties import hunt
 from properties.checks import Finding
 from properties.faults import CATALOGUE, armed
-from properties.hunt import numbered
 from properties.lockstep import Run, run
 from properties.rungs import RUNGS
+from properties.sampled import with_sampling
 from properties.shrink import shrink
+
+TRIES = {"ledger": 3000, "rows": 1500}  # of the reducer; fewer where a run takes longer
+SAMPLING = ("rows", "tiny", "gpu")  # rungs on which it shows how a request is sampled
 
 
 @attrs.frozen
@@ -32,6 +36,12 @@ class Kill:
     finding: Finding
 
 
+def numbered(rung: str, seed: int, number: int) -> Workload:
+    """Workload ``number`` of ``seed``, with temperatures and seeds where there is a sampler."""
+    plain = hunt.numbered(seed, number)
+    return with_sampling(plain) if rung in SAMPLING else plain
+
+
 def outcome(workload: Workload, fault: str | None, *, judge_all: bool = False, rung: str | None = None) -> Run:
     """The workload with the fault armed, on the fault's rung unless another is named."""
     chosen = rung or (CATALOGUE[fault].rung if fault is not None else "ledger")
@@ -43,7 +53,7 @@ def first_kill(fault: str, seed: int, *, workloads: int = 1 << 40, seconds: floa
     """The first workload of ``seed`` that fails with ``fault`` armed; None when the bound is reached before."""
     start = time.monotonic()
     for number in range(workloads):
-        candidate = numbered(seed, number)
+        candidate = numbered(CATALOGUE[fault].rung, seed, number)
         found = outcome(candidate, fault).first
         spent = time.monotonic() - start
         if found is not None:
@@ -53,14 +63,14 @@ def first_kill(fault: str, seed: int, *, workloads: int = 1 << 40, seconds: floa
     return None
 
 
-def reduced(kill: Kill, fault: str, *, budget: int = 5000) -> tuple[Workload, Finding, int]:
+def reduced(kill: Kill, fault: str) -> tuple[Workload, Finding, int]:
     """The smallest workload found that the same check sees, what it sees there, and how many were tried."""
 
     def fails(candidate: Workload) -> bool:
         found = outcome(candidate, fault).first
         return found is not None and found.check == kill.finding.check
 
-    small, tries = shrink(kill.workload, fails, budget=budget)
+    small, tries = shrink(kill.workload, fails, budget=TRIES.get(CATALOGUE[fault].rung, 500))
     found = outcome(small, fault).first
     assert found is not None
     return small, found, tries

@@ -16,8 +16,9 @@ from properties import corpus
 from properties.checks import Finding
 from properties.faults import CATALOGUE
 from properties.generate import RandomSource, workload
-from properties.killing import kills, outcome
+from properties.killing import SAMPLING, kills, outcome
 from properties.matrix import FAMILY_OF, Matrix, Row
+from properties.sampled import with_sampling
 
 GENERATED: Mapping[str, int] = {
     "ledger": 40,
@@ -31,9 +32,10 @@ BOUND: Mapping[str, int] = {"ledger": 4000, "rows": 2000, "tiny": 500, "wire": 5
 Progress = Callable[[int, int, str], None]
 
 
-def sample(count: int) -> list[Workload]:
+def sample(count: int, rung: str = "ledger") -> list[Workload]:
     """Generated workloads, the same ones every time."""
-    return [workload(RandomSource(f"matrix {number}")) for number in range(count)]
+    made = [workload(RandomSource(f"matrix {number}")) for number in range(count)]
+    return [with_sampling(w) for w in made] if rung in SAMPLING else made
 
 
 def digest(count: int = max(GENERATED.values())) -> str:
@@ -81,7 +83,7 @@ def make_row(fault: str | None, rung: str, generated: int | None = None, seeds: 
     saved = {name: w for name, w in corpus.workloads().items() if corpus.rung_of(w) == rung}
     candidates = {name: w for name, w in saved.items() if fault in (None, w.fault)}  # without a fault the whole corpus
     count = GENERATED[rung] if generated is None else generated
-    candidates |= {f"generated {number}": w for number, w in enumerate(sample(count))}
+    candidates |= {f"generated {number}": w for number, w in enumerate(sample(count, rung))}
     need = CATALOGUE[fault].needs if fault is not None else ""
     counts: dict[str, Counter[str]] = {name: Counter() for name in ("fired", "first", "proof", "family")}
     witnesses, blind, reached = 0, [], 0

@@ -1,12 +1,15 @@
 """How a workload's requests are sampled, as a value that can be a key, and as what travels to the runner.
 
 It is what ``Engine.submit`` makes of the same request, except that a seed which is not given is settled as 0: a workload
-must say all that decides a run.
+must say all that decides a run. For the same reason its filters and penalties follow from its seed (``STYLES``): a workload has
+no words for them, and on the rungs with a real sampler every kind of request must come up.
 """
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import replace
+from typing import Any
 
 import attrs
 
@@ -15,7 +18,16 @@ from engine.request import SamplingParams, SamplingSpec
 from engine.trace import Submit, Workload
 
 TEMPERATURES = (0.8, 0.0, 1.5, 0.0)  # in turn, so that every small workload has a sampled and a greedy request
-SEEDS = 3  # few, so that solo runs are asked for again
+STYLES: tuple[Mapping[str, Any], ...] = (
+    {},
+    {"top_k": 3},
+    {"top_p": 0.5},
+    {"repetition_penalty": 3.0, "frequency_penalty": 1.5},
+    {"min_p": 0.3},
+    {"presence_penalty": 1.5, "logit_bias": {7: 2.0, 11: -2.0}},
+)
+"""What a request with seed s asks for besides its temperature: the s-th, modulo their number."""
+SEEDS = len(STYLES)  # few, so that solo runs are asked for again
 
 
 @attrs.frozen
@@ -26,30 +38,39 @@ class Sampling:
     seed: int
     min_tokens: int
     masked: tuple[int, ...]
+    style: int = 0
 
     @property
     def spec(self) -> SamplingSpec:
-        params = SamplingParams(temperature=self.temperature, min_tokens=self.min_tokens, ignore_eos=True)
+        params = SamplingParams(
+            temperature=self.temperature, min_tokens=self.min_tokens, ignore_eos=True, **STYLES[self.style]
+        )
         return SamplingSpec(params, self.seed, self.masked)
 
 
 def sampling_of(event: Submit, stop_ids: frozenset[int]) -> list[Sampling]:
     """One for each choice of a submission."""
     masked = tuple(sorted(stop_ids)) if event.min_tokens else ()
+    seed = event.seed or 0
     return [
-        Sampling(event.temperature, choice_seed(event.seed or 0, choice), event.min_tokens, masked)
+        Sampling(event.temperature, choice_seed(seed, choice), event.min_tokens, masked, seed % len(STYLES))
         for choice in range(event.n)
     ]
 
 
 def with_sampling(workload: Workload) -> Workload:
-    """The same run with temperatures and seeds, by the number of the submission: only the rungs with a real sampler tell
-    them apart, so the generator does not draw them. A workload that says how it is sampled stays as it is."""
+    """The same run with temperatures and seeds: only the rungs with a real sampler tell them apart, so the generator does not
+    draw them. A workload that says how it is sampled stays as it is."""
     submits = [event for event in workload.events if isinstance(event, Submit)]
     if any(event.temperature or event.seed is not None for event in submits):
         return workload
+    turn = int(workload.digest(), 16)  # where to begin, so that the first request is not always of the same kind
     warmed = {
-        id(event): replace(event, temperature=TEMPERATURES[number % len(TEMPERATURES)], seed=number % SEEDS)
+        id(event): replace(
+            event,
+            temperature=TEMPERATURES[(turn + number) % len(TEMPERATURES)],
+            seed=(turn // len(TEMPERATURES) + number) % SEEDS,
+        )
         for number, event in enumerate(submits)
     }
     return replace(workload, events=tuple(warmed.get(id(event), event) for event in workload.events))

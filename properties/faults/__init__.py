@@ -1,7 +1,8 @@
 """The fault catalogue: single mistakes, each armed from outside, each with the checks that must see it.
 
 One file for each idea; ids are kept for ever, numbers leave gaps. Letters: A block pool, S scheduler, P preemption, T and M
-rows and tokens, C prefix cache, G replay, K what people are told, L sampler. Z00, the canary, proves the plumbing.
+rows and tokens, C prefix cache, G replay, K what people are told, N between plan and kernels, L sampler, D text, V streaming.
+Z00, the canary, proves the plumbing.
 
 A rule of SPEC.md without a fault is a finding; so is a fault that no workload reaches (``needs``). Which public report is
 which fault, and which kinds of report cannot exist here, is told in ci/public_faults.md.
@@ -12,8 +13,9 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import contextmanager
 
+from properties import faults_stream, faults_text
 from properties.arming import Faded, Fault, arm, instead
-from properties.faults import allocator, door, graph_replay, preemption, prefix_cache, rows, scheduler
+from properties.faults import allocator, compute, door, graph_replay, preemption, prefix_cache, rows, sampler, scheduler
 
 __all__ = ["CANARY", "CATALOGUE", "Faded", "Fault", "armed"]
 
@@ -38,6 +40,10 @@ _FAULTS = (
     *rows.FAULTS,
     *prefix_cache.FAULTS,
     *graph_replay.FAULTS,
+    *compute.FAULTS,
+    *sampler.FAULTS,
+    *faults_text.FAULTS,
+    *faults_stream.FAULTS,
     Fault(
         CANARY,
         "canary: every audit complains",

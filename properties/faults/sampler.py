@@ -48,7 +48,7 @@ FAULTS = in_area(
     Fault(
         "L03",
         "greedy rows go through the random path with temperature 0",
-        ("decisions",),
+        ("raises",),
         line("engine.request:SamplingParams", "greedy", "self.temperature == 0.0", "self.temperature < 0.0"),
         source="vllm-project/vllm#22180",
         rules=("14.1",),

@@ -5,8 +5,8 @@
 
 from __future__ import annotations
 
-from properties import fault_bodies_compute as bodies
 from properties.arming import Fault, in_area, instead, line
+from properties.faults import compute_bodies as bodies
 
 RUNNER = "engine.compute.runner:PlanRunner"
 RUNNER_MODULE = "engine.compute.runner"
@@ -34,7 +34,7 @@ PADDING = in_area(
         "padded rows write where row 0 writes",
         ("writes", "solo"),
         line(INPUTS, "fill", "host[n:] = entry.fill", "host[n:] = host[0] if entry.name == 'slots' else entry.fill"),
-        source="m0at/rvllm#32",
+        source="m0at/rvllm PR#32",
         rules=("12.6",),
         needs="padded",
     ),
@@ -77,7 +77,7 @@ PADDING = in_area(
     Fault(
         "N07",
         "the logits of a padded step are taken from its last rows",
-        ("solo",),
+        ("tokens", "solo"),
         line(RUNNER, "_decode", "[: len(rows)]", "[-len(rows) :]"),
         rules=("12.6",),
         needs="padded",
@@ -110,7 +110,7 @@ PLACES = in_area(
     Fault(
         "N13",
         "a chunk samples from the token before its last",
-        ("solo",),
+        ("tokens", "solo"),
         line(RUNNER, "_prefill_batch", "as_rows([end - 1 for", "as_rows([max(end - 2, 0) for"),
     ),
     Fault(
@@ -135,7 +135,7 @@ PLACES = in_area(
     Fault(
         "N16",
         "the logits of a cut chunk are overwritten by the next batch",
-        ("solo",),
+        ("tokens", "solo"),
         line(RUNNER, "_prefill", "results.append(logits.clone())", "results.append(logits)"),
     ),
     Fault(
@@ -194,22 +194,23 @@ SAMPLING = in_area(
     Fault(
         "N31",
         "a swap leaves the displaced row with the other's sampling state",
-        ("solo",),
+        ("tokens", "solo"),
         line(SAMPLER, "move", "states[move.dst] if move.swap", "states[move.src] if move.swap"),
+        source="vllm-project/vllm PR#49613",
         rules=("7.5",),
         needs="swapped",
     ),
     Fault(
         "N32",
         "noise is keyed by the position before",
-        ("solo",),
+        ("tokens", "solo"),
         line(RUNNER_MODULE, "_next_position", "entry.position + 1", "entry.position"),
         rules=("14.2",),
     ),
     Fault(
         "N34",
         "all rows of a step draw from the noise of the first",
-        ("solo",),
+        ("tokens", "solo"),
         line(SAMPLER, "sample", "states[i], positions[i], sampled", "states[i], positions[special[0]], sampled"),
         rules=("14.2",),
     ),
@@ -220,14 +221,14 @@ MASKS = in_area(
     Fault(
         "N33",
         "stop tokens are masked for one token longer than min_tokens",
-        ("solo",),
+        ("decisions", "solo"),
         line(SAMPLED_ROW, "__init__", "params.min_tokens if len", "params.min_tokens + 1 if len"),
         rules=("13.2",),
     ),
     Fault(
         "N35",
         "a resumed request counts min_tokens anew",
-        ("solo",),
+        ("decisions", "solo"),
         line(SAMPLED_ROW, "__init__", "seat.prompt_len + params", "len(seat.tokens) + params"),
         rules=("14.1",),
         needs="resumed",
@@ -239,25 +240,25 @@ ARITHMETIC = in_area(
     Fault(
         "N41",
         "attention reads one row short",
-        ("solo",),
+        ("tokens", "solo"),
         line(KERNELS, "context_rows", "torch.gt(lanes, last, out=outside)", "torch.ge(lanes, last, out=outside)"),
     ),
     Fault(
         "N42",
         "attention reads one row too many",
-        ("solo",),
+        ("writes", "solo"),
         line(KERNELS, "context_rows", "torch.gt(lanes, last, out=outside)", "torch.gt(lanes, last + 1, out=outside)"),
     ),
     Fault(
         "N43",
         "a chunk's queries see the position behind them",
-        ("solo",),
+        ("tokens", "solo"),
         line(KERNELS, "mask_future", "torch.gt(lanes, queries, out=out)", "torch.gt(lanes, queries + 1, out=out)"),
     ),
     Fault(
         "N44",
         "values are written one head too far",
-        ("solo",),
+        ("writes", "solo"),
         line(
             "engine.compute.kv:KVPool",
             "slots",
