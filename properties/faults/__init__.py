@@ -13,9 +13,20 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import contextmanager
 
-from properties import faults_stream, faults_text
 from properties.arming import Faded, Fault, arm, instead
-from properties.faults import allocator, compute, door, graph_replay, preemption, prefix_cache, rows, sampler, scheduler
+from properties.faults import (
+    allocator,
+    compute,
+    door,
+    graph_replay,
+    preemption,
+    prefix_cache,
+    rows,
+    sampler,
+    scheduler,
+    streaming,
+    text,
+)
 
 __all__ = ["CANARY", "CATALOGUE", "Faded", "Fault", "armed"]
 
@@ -42,8 +53,8 @@ _FAULTS = (
     *graph_replay.FAULTS,
     *compute.FAULTS,
     *sampler.FAULTS,
-    *faults_text.FAULTS,
-    *faults_stream.FAULTS,
+    *text.FAULTS,
+    *streaming.FAULTS,
     Fault(
         CANARY,
         "canary: every audit complains",
