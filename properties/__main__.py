@@ -17,7 +17,7 @@ from engine.trace import FormatError
 from properties import commands, fault_commands
 from properties.experiments import UNLIMITED
 from properties.faults import CATALOGUE, Faded
-from properties.rungs import RUNGS
+from properties.rungs import RUNGS, Unavailable
 from properties.subject import find
 
 USAGE = 2
@@ -42,7 +42,7 @@ def main(arguments: list[str] | None = None) -> int:
     options = parser().parse_args(arguments)
     try:
         return int(options.run(options))
-    except (FormatError, Faded) as error:
+    except (FormatError, Faded, Unavailable) as error:
         return _refuse(str(error))
     except BrokenPipeError:  # the reader has left; nothing of what is still buffered may be written at exit
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())

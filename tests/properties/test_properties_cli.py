@@ -19,6 +19,8 @@ from properties.__main__ import main
 from properties.hunt import hunt
 from properties.lockstep import run
 from properties.report import LEGEND
+from properties.rungs import Unavailable
+from properties.trial import Trial
 
 ROOT = Path(properties.__file__).parent.parent
 LEAK = str(ROOT / "properties" / "regress" / "A05-the-published-leak.json")
@@ -122,7 +124,7 @@ def test_matrix_of_one_fault(capsys: pytest.CaptureFixture[str]) -> None:
         ("replay no/such/file.json", "no/such/file.json: No such file or directory"),
         ("replay {broken}", "broken.json: shape has the unknown key 'pool'"),
         (f"replay {LEAK} --arm X99", "argument --arm: invalid choice: 'X99'"),
-        (f"replay {LEAK} --rung gpu", "argument --rung: invalid choice: 'gpu'"),
+        (f"replay {LEAK} --rung moon", "argument --rung: invalid choice: 'moon'"),
         (f"replay {LEAK} --until 0", "argument --until: 0 is too small, it must be at least 1"),
         ("coverage --rows 4 --requests 2 --lengths 4,x", "argument --lengths: 'x' is no integer"),
         ("coverage --rows 4 --requests 2", "the following arguments are required: --lengths"),
@@ -142,6 +144,16 @@ def test_a_usage_error_is_one_sentence(
     assert (status, out) == (2, "")
     assert err.count("\n") == 1
     assert re.search(message, err)
+
+
+def test_a_rung_that_this_machine_cannot_run_is_a_usage_error(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def unavailable(_: Trial, workload: Workload, *, until: int | None = None) -> None:
+        raise Unavailable("no CUDA device")
+
+    monkeypatch.setattr(Trial, "run", unavailable)
+    assert call(capsys, f"replay {LEAK} --rung gpu") == (2, "", "properties: no CUDA device\n")
 
 
 @pytest.mark.parametrize("command", ["", "replay", "show", "shrink", "hunt", "matrix", "faults", "coverage", "soak"])
