@@ -12,12 +12,11 @@ import attrs
 import pytest
 
 from properties.checks import Divergence
-from properties.faults import CATALOGUE, armed
+from properties.faults import CATALOGUE
 from properties.finds import keep
 from properties.floors import Boards
-from properties.lockstep import run
 from properties.profiles import current
-from properties.rungs import RUNGS
+from properties.trial import Trial
 
 _BOARDS = pytest.StashKey[Boards]()
 
@@ -53,13 +52,13 @@ class Harness:
         """
         if self.fault and workload.title:
             return
-        with armed(self.fault):
-            outcome = run(workload, make_rung=RUNGS[rung])
+        trial = Trial(rung, self.fault)
+        outcome = trial.run(workload)
         if counts and not workload.title:
             self.boards[rung].add(outcome.occurred, len(outcome.steps))
         if outcome.first is not None:
             path = self.found / f"{name}-{outcome.first.check}.json"
-            raise keep(workload, outcome, outcome.first, path, fault=self.fault, by={"by": name})
+            raise keep(workload, outcome, outcome.first, path, by={"by": name}, trial=trial)
 
 
 @pytest.fixture(scope="session")

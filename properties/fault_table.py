@@ -18,6 +18,7 @@ import attrs
 from properties.faults import CATALOGUE
 from properties.finds import keep
 from properties.killing import first_kill, outcome, reduced
+from properties.trial import Trial
 
 SECONDS = 60.0  # until a hunt counts as failed
 MOST_EVENTS = 8
@@ -72,7 +73,8 @@ def hunt_one(fault: str, folder: Path, *, seed: int = 1, seconds: float = SECOND
         return Line(fault, entry.rung, entry.title, seconds, 0)
     small, found, _ = reduced(kill, fault)
     path = folder / f"{fault}.json"
-    keep(small, outcome(small, fault), found, path, fault=fault, by={"by": "faults", "seed": seed})
+    trial = Trial(entry.rung, fault)
+    keep(small, outcome(small, fault), found, path, by={"by": "faults", "seed": seed}, trial=trial)
     started = time.monotonic()
     command = [sys.executable, "-m", "properties", "replay", str(path), "--rung", entry.rung, "--arm", fault]
     code = subprocess.run(command, capture_output=True, check=False).returncode

@@ -6,13 +6,14 @@ import re
 from pathlib import Path
 
 from engine.trace import Abort, FailStep, Shape, Submit, Workload, load
-from properties.checks import CLASSES, ORDER, Divergence, LedgerDiffers, differing
+from properties.checks import CLASSES, ORDER, Divergence, Finding, LedgerDiffers, differing
 from properties.conftest import divergences
 from properties.faults import armed
 from properties.finds import keep
 from properties.history import holds
 from properties.lockstep import Step, run
 from properties.report import LEGEND, WINDOW, timeline
+from properties.trial import Trial
 
 LEAK = Workload(
     Shape(2, 2, 1, capture_rows=(1,), capture_widths=(2,)),
@@ -178,3 +179,12 @@ def test_several_divergences_of_one_hunt_are_all_told(tmp_path: Path) -> None:
     assert divergences(ExceptionGroup("two", [one, other])) == f"{one}\n\n{other}"
     assert divergences(ExceptionGroup("mixed", [one, KeyError("x")])) is None
     assert divergences(KeyError("x")) is None
+
+
+def test_the_replay_command_says_how_it_was_run() -> None:
+    found = Finding("solo", 4, "r0 tokens differ")
+    start, end = "python -m properties replay f.json", "--until 4"
+    assert Trial().command(Path("f.json"), found) == f"{start} {end}"
+    assert Trial("rows", "A03").command(Path("f.json"), found) == f"{start} --rung rows --arm A03 {end}"
+    assert Trial("rows", "A03", "my.own:make").command(Path("f.json"), found) == f"{start} --subject my.own:make {end}"
+    assert Trial(fault="A03").command(Path("f.json"), None) == f"{start} --arm A03"
