@@ -2,17 +2,22 @@
 
 from __future__ import annotations
 
+import warnings
 from pathlib import Path
 
 import torch
 
-from engine.compute.captures import captures_gap, clean_captures
+from engine.compute.captures import captures_gap, clean_captures, longest_table
 from engine.compute.runner import ModelRunner, kv_bytes_per_block
+from engine.compute.weights import Weights
 from engine.config import ConfigError, EngineConfig
 from engine.control.limits import Limits
 from engine.engine import Engine, Progress
 from engine.loading import load_model
 from engine.loading.model import LoadedModel
+from engine.native.build import BuildError
+from engine.native.runner import NativeRunner, cores, library, native_rows
+from engine.native.weights import NativeWeights
 
 CPU_KV_BYTES = 2**30  # unless one sequence of full length needs more: a larger pool is better asked for
 FREE_SHARE = 0.4  # of the memory that is free when the pool is sized
@@ -34,10 +39,26 @@ def assemble(
     device: str = "cpu",
     dtype: torch.dtype = torch.float32,
     progress: Progress | None = None,
+    weights: Weights | NativeWeights | None = None,
 ) -> Engine:
-    """An engine around a model that is loaded already."""
-    limits = settle(config, model, device, dtype)
-    runner = ModelRunner(model, limits, device=device, dtype=dtype, threads=config.threads, progress=progress)
+    """An engine around a model that is loaded already; ``weights`` lets engines of one model share what was made of it."""
+    if weights is None:
+        compute = resolve_compute(config.compute, device, dtype)
+    else:
+        compute = "native" if isinstance(weights, NativeWeights) else "torch"
+    limits = settle(config, model, device, dtype, compute)
+    runner: ModelRunner | NativeRunner
+    if compute == "native":
+        if config.threads is not None and config.threads > cores():
+            granted = f"{config.threads} threads were asked for, but this process may use {cores()} cores"
+            warnings.warn(f"{granted}; more threads than cores make every step slower", stacklevel=2)
+        own = weights if isinstance(weights, NativeWeights) else None
+        runner = NativeRunner(model, limits, threads=config.threads, progress=progress, weights=own)
+    else:
+        shared = weights if isinstance(weights, Weights) else None
+        runner = ModelRunner(
+            model, limits, device=device, dtype=dtype, threads=config.threads, progress=progress, weights=shared
+        )
     runner.warm(progress)
     return Engine(
         limits,
@@ -73,7 +94,30 @@ def resolve_dtype(name: str, device: str) -> torch.dtype:
     return _DTYPES[name]
 
 
-def settle(config: EngineConfig, model: LoadedModel, device: str, dtype: torch.dtype) -> Limits:
+def resolve_compute(name: str, device: str, dtype: torch.dtype) -> str:
+    """``native`` or ``torch``. Raises ``ConfigError`` where native kernels were asked for and cannot be had.
+
+    ``auto`` warns once when it falls back to torch for want of a working compiler.
+    """
+    if name == "torch" or (name == "auto" and device != "cpu"):
+        return "torch"
+    if device != "cpu" or dtype != torch.float32:
+        raise ConfigError(
+            "compute", f"compute is native, but native kernels run on the CPU in float32, not on {device}"
+        )
+    try:
+        library()
+    except BuildError as error:
+        if name == "native":
+            raise ConfigError("compute", f"compute is native, but {error}") from None
+        warnings.warn(
+            f"native kernels cannot be had, torch computes instead, several times slower: {error}", stacklevel=2
+        )
+        return "torch"
+    return "native"
+
+
+def settle(config: EngineConfig, model: LoadedModel, device: str, dtype: torch.dtype, compute: str = "torch") -> Limits:
     """Fills in what the settings left open. Raises ``ConfigError``."""
     context = model.config.max_position_embeddings
     max_model_len = config.max_model_len or context
@@ -87,12 +131,16 @@ def settle(config: EngineConfig, model: LoadedModel, device: str, dtype: torch.d
         raise ConfigError(
             "watermark", f"watermark is {watermark} blocks, but must be below num_kv_blocks = {num_blocks}"
         )
+    whole = (longest_table(_longest(max_model_len, num_blocks, config.block_size), config.block_size),)
     captures = (
         ()
         if config.enforce_eager
         else clean_captures(
-            config.capture_rows,
-            config.capture_widths,
+            # A native tape is small and reads lengths when it runs, so few rows are padded, and one width does.
+            native_rows(config.max_num_seqs)
+            if config.capture_rows is None and compute == "native"
+            else config.capture_rows,
+            whole if config.capture_widths is None and compute == "native" else config.capture_widths,
             max_num_seqs=config.max_num_seqs,
             max_model_len=_longest(max_model_len, num_blocks, config.block_size),
             block_size=config.block_size,
@@ -152,8 +200,12 @@ def _free_bytes(device: str) -> int:
 
 
 def _capacity(
-    model: LoadedModel, limits: Limits, runner: ModelRunner, device: str, dtype: torch.dtype
+    model: LoadedModel, limits: Limits, runner: ModelRunner | NativeRunner, device: str, dtype: torch.dtype
 ) -> list[tuple[str, str]]:
+    if isinstance(runner, NativeRunner):
+        compute, threads = runner.compute, runner.threads.threads
+    else:
+        compute, threads = "torch kernels", torch.get_num_threads()
     tokens = limits.num_blocks * limits.block_size
     longest = _longest(limits.max_model_len, limits.num_blocks, limits.block_size)
     gap = captures_gap(
@@ -164,7 +216,8 @@ def _capacity(
         graphs += "; without the persistent batch, scattered rows run eagerly"
     return [
         ("model", f"{model.name} ({model.config.family}, {model.weight_types})"),
-        ("device", f"{device}, {str(dtype).removeprefix('torch.')}, {torch.get_num_threads()} threads"),
+        ("device", f"{device}, {str(dtype).removeprefix('torch.')}, {threads} threads"),
+        ("compute", compute),
         (
             "KV cache",
             f"{limits.num_blocks} blocks x {limits.block_size} = {tokens} tokens, {runner.kv_bytes / 2**20:.0f} MiB",

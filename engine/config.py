@@ -10,6 +10,7 @@ import attrs
 
 DEVICES = ("auto", "cpu", "cuda")
 DTYPES = ("auto", "float32", "bfloat16", "float16")
+COMPUTES = ("auto", "native", "torch")
 
 
 class ConfigError(ValueError):
@@ -25,6 +26,7 @@ class EngineConfig:
     """Settings of one engine.
 
     ``model``: a folder, a .gguf file or a hub id; ``None`` is the small model that is installed beside the engine.
+    ``compute``: whose kernels; ``auto`` is native on a CPU with a C++ compiler, else torch. The two give different bytes.
     ``watermark``: blocks that admission leaves free for the growth of running requests (rule 8); ``None`` is 1 % of the pool.
     ``enable_prefix_caching``: requests take over the full KV blocks of an equal beginning (rule 11); it changes no answer.
     ``capture_rows`` x ``capture_widths`` (rows x blocks) are the recorded shapes; ``None`` covers every decode step.
@@ -34,6 +36,7 @@ class EngineConfig:
     model: str | None = None
     device: str = "auto"
     dtype: str = "auto"
+    compute: str = "auto"
     block_size: int = 16
     num_kv_blocks: int | None = None
     max_num_seqs: int = 16
@@ -54,6 +57,8 @@ class EngineConfig:
             raise ConfigError("device", f"device is {self.device!r}, but must be one of {', '.join(DEVICES)}")
         if self.dtype not in DTYPES:
             raise ConfigError("dtype", f"dtype is {self.dtype!r}, but must be one of {', '.join(DTYPES)}")
+        if self.compute not in COMPUTES:
+            raise ConfigError("compute", f"compute is {self.compute!r}, but must be one of {', '.join(COMPUTES)}")
         bounds = {
             "block_size": (1, 256),
             "num_kv_blocks": (1, 2**24),

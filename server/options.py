@@ -42,6 +42,9 @@ class Options:
     ] = ()
     device: Annotated[str, _flag(_MODEL, "auto, cpu or cuda.")] = "auto"
     dtype: Annotated[str, _flag(_MODEL, "auto, float32, bfloat16 or float16.")] = "auto"
+    compute: Annotated[
+        str, _flag(_MODEL, "auto, native or torch kernels; native ones are built once by the system's C++ compiler.")
+    ] = "auto"
     threads: Annotated[int | None, _flag(_MODEL, "CPU threads of the kernels; by default one per core.")] = None
     seed: Annotated[
         int | None, _flag(_MODEL, "Makes the seeds of requests that bring none a function of their arrival number.")

@@ -50,7 +50,7 @@ class NativeRunner(PlanRunner):
         """Name of the compute path, for people: what the bytes of an answer depend on."""
         bits = self.weights.library.vector_bits
         vectors = f"{bits}-bit vectors" if bits else "vectors by the compiler"
-        return f"native, {vectors}"
+        return f"native kernels, {vectors}"
 
     @property
     def probe_summary(self) -> str:
@@ -62,5 +62,11 @@ class NativeRunner(PlanRunner):
         return self.weights.nbytes
 
 
+def native_rows(most: int) -> list[int]:
+    """Row counts worth a tape: each up to 64, where padding shows, then every sixteenth."""
+    return sorted({*range(1, min(most, 64) + 1), *range(80, most, 16), most})
+
+
 def cores() -> int:
+    """How many cores this process may use."""
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
