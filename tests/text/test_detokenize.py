@@ -116,6 +116,18 @@ def test_bytes_one_token_each(kind: str, data: bytes) -> None:
         assert "".join(deltas(tokenizer, [], ids, True)) == data.decode("utf-8", "replace")
 
 
+def test_the_space_behind_a_prompt_of_bytes_alone_is_kept() -> None:
+    """Only the very first space of a text is stripped, and a prompt that is a run of byte tokens is text, too."""
+    tokenizer = toy("byte_fallback")
+    the = tokenizer.backend.token_to_id("▁the")
+    for data in ("é".encode(), b"\xc3", b"\xff" * 12):
+        prompt = byte_ids(tokenizer, data)
+        assert "".join(deltas(tokenizer, prompt, [the, the], True)) == " the the"
+        assert "".join(deltas(tokenizer, prompt, [*byte_ids(tokenizer, b"\xa9"), the], True)) == REPLACEMENT + " the"
+        assert "".join(deltas(tokenizer, prompt, byte_ids(tokenizer, "é".encode()), True)) == "é"
+        assert deltas(tokenizer, prompt, [], True) == [""]
+
+
 def test_characters_are_shown_when_they_are_complete() -> None:
     """Patience ends with the character (byte level), or with the token after the run (byte fallback)."""
     tokenizer = toy("byte_level")
