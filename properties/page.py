@@ -44,6 +44,7 @@ def page(workload: Workload, run: Run, command: str) -> str:
         found=found,
         command=command,
         names=named,
+        mark=_mark(named),
         shape=_shape(workload),
         text=dumps(workload),
         report=None if found is None else report(workload, run, found, command),
@@ -79,6 +80,7 @@ def data(workload: Workload, run: Run, names: Sequence[str]) -> dict[str, Any]:
         )
     return {
         "names": list(names),
+        "mark": _mark(names),
         "pool": pool,
         "rows": workload.shape.rows,
         "finding": _finding(run.first),
@@ -88,6 +90,10 @@ def data(workload: Workload, run: Run, names: Sequence[str]) -> dict[str, Any]:
         "late": list(run.late),
         "steps": steps,
     }
+
+
+def _mark(names: Sequence[str]) -> str:
+    return "first difference" if len(names) == 2 else "finding"
 
 
 @attrs.define

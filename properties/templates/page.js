@@ -138,7 +138,7 @@
     if (index === now || last < 0) return;
     const step = steps[index], both = sidesAt[index];
     panels.forEach((view, which) => showSide(view, both[which], both.length === 2 ? both[1 - which] : null));
-    const mark = index === foundAt ? ", the first difference" : "";
+    const mark = index === foundAt ? `, the ${data.mark}` : "";
     at("heading").textContent = `iteration ${step.it}${mark}`;
     at("events").textContent = "events before it: " + (step.events.join(", ") || "none");
     showDecided(step);
