@@ -83,7 +83,9 @@ def _command(
 
 def _rung(command: Parser) -> None:
     command.add_argument(
-        "--rung", choices=sorted(RUNGS), default="ledger", help="how much of the engine is real; ledger: all of control"
+        "--rung",
+        choices=sorted(RUNGS),
+        help="how much of the engine is real (default: where --arm's fault shows, else ledger: all of control)",
     )
 
 

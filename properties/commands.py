@@ -15,6 +15,7 @@ import attrs
 from engine.trace import Workload, load
 from properties import experiments
 from properties.checks import Finding
+from properties.faults import CATALOGUE
 from properties.finds import keep, replay_command
 from properties.hunt import Hunted, hunt
 from properties.lockstep import run
@@ -93,7 +94,7 @@ def coverage(options: Options) -> int:
         budget=options.budget,
         persistent_batch=options.persistent_batch,
     )
-    return _experiment(options, experiments.coverage(workload, make_rung=RUNGS[options.rung]), None)
+    return _experiment(options, experiments.coverage(workload, make_rung=RUNGS[options.rung or "ledger"]), None)
 
 
 def soak(options: Options) -> int:
@@ -107,7 +108,7 @@ def soak(options: Options) -> int:
         budget=options.budget,
         persistent_batch=options.persistent_batch,
     )
-    ran = experiments.soak(workload, fault=options.arm, looking=options.audit, make_rung=RUNGS[options.rung])
+    ran = experiments.soak(workload, fault=options.arm, looking=options.audit, make_rung=RUNGS[options.rung or "ledger"])
     return _experiment(options, ran, options.arm)
 
 
@@ -158,7 +159,9 @@ def hunt_command(options: Options) -> int:
 
 
 def _trial(options: Options) -> Trial:
-    return Trial(options.rung, options.arm, options.subject)
+    """A fault is armed on the rung on which it must be found, unless another is named."""
+    home = CATALOGUE[options.arm].rung if options.arm else "ledger"
+    return Trial(options.rung or home, options.arm, options.subject)
 
 
 def _hunting(minutes: float) -> Callable[[Hunted, float], None]:

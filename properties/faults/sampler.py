@@ -28,7 +28,7 @@ def _plain_requests_write_nothing(seat: Callable[..., None]) -> Any:
     return faulty
 
 
-FAULTS = in_area(
+DRAWS = in_area(
     "sampler",
     Fault(
         "L01",
@@ -84,22 +84,6 @@ FAULTS = in_area(
         source="vllm-project/vllm#43894",
         rules=("14.1",),
         needs="row reused",
-    ),
-    Fault(
-        "L09",
-        "of several stop tokens only the first is held back before min_tokens",
-        ("solo", "tokens"),
-        line(ROW, "__init__", "sorted(masked) if", "sorted(masked)[:1] if"),
-        source="vllm-project/vllm PR#5849",
-        rules=("13.2",),
-    ),
-    Fault(
-        "L10",
-        "the prompt counts towards min_tokens where stop tokens are held back",
-        ("solo", "tokens"),
-        line(ROW, "__init__", "seat.prompt_len + params.min_tokens", "params.min_tokens"),
-        source="NVIDIA/TensorRT-LLM PR#12358",
-        rules=("13.2",),
     ),
     Fault(
         "L11",
@@ -173,3 +157,25 @@ FAULTS = in_area(
     ),
     rung="tiny",
 )
+# What is masked shows as soon as logits have an order, so these need no transformer.
+MASKS = in_area(
+    "sampler",
+    Fault(
+        "L09",
+        "of several stop tokens only the first is held back before min_tokens",
+        ("decisions", "solo"),
+        line(ROW, "__init__", "sorted(masked) if", "sorted(masked)[:1] if"),
+        source="vllm-project/vllm PR#5849",
+        rules=("13.2",),
+    ),
+    Fault(
+        "L10",
+        "the prompt counts towards min_tokens where stop tokens are held back",
+        ("decisions", "solo"),
+        line(ROW, "__init__", "seat.prompt_len + params.min_tokens", "params.min_tokens"),
+        source="NVIDIA/TensorRT-LLM PR#12358",
+        rules=("13.2",),
+    ),
+    rung="rows",
+)
+FAULTS = (*DRAWS, *MASKS)
