@@ -85,6 +85,7 @@ def main(
     *,
     model: str | None = None,
     device: str = "auto",
+    compute: str = "auto",
     threads: int | None = None,
     requests: int = 16,
     prompt_tokens: int = 64,
@@ -93,7 +94,7 @@ def main(
     as_json: Annotated[bool, Parameter(name="--json", negative="")] = False,
 ) -> None:
     """Measures one stream and ``requests`` at once, and prints both with their ratio."""
-    llm = LLM(model, device=device, threads=threads, max_num_seqs=max(requests, 1))
+    llm = LLM(model, device=device, compute=compute, threads=threads, max_num_seqs=max(requests, 1))
     shape = (prompt_tokens, output_tokens, repeats)
     single, batch = measure(llm.engine, 1, *shape), measure(llm.engine, requests, *shape)
     ratio = batch.rate / single.rate

@@ -39,6 +39,7 @@ def answer(
     top_p: float = 1.0,
     seed: int | None = None,
     device: str = "auto",
+    compute: str = "auto",
     threads: int | None = None,
     quiet: Annotated[bool, Parameter(negative="")] = False,
 ) -> int:
@@ -64,6 +65,8 @@ def answer(
         Makes a sampled answer repeatable. Without it one is drawn, and shown at the end.
     device
         auto, cpu or cuda.
+    compute
+        auto, native or torch kernels.
     threads
         CPU threads for the kernels.
     quiet
@@ -75,7 +78,9 @@ def answer(
 
     text = sys.stdin.read() if prompt == "-" else prompt
     try:
-        return _answer(text, model, system, raw, (max_tokens, temperature, top_p, seed), (device, threads), quiet)
+        return _answer(
+            text, model, system, raw, (max_tokens, temperature, top_p, seed), (device, compute, threads), quiet
+        )
     except (ConfigError, LoadError, InvalidRequest) as error:
         print(f"error: {error}", file=sys.stderr)
         return 2
@@ -93,7 +98,7 @@ def _answer(
     system: str | None,
     raw: bool,
     sampling: tuple[int | None, float, float, int | None],
-    machine: tuple[str, int | None],
+    machine: tuple[str, str, int | None],
     quiet: bool,
 ) -> int:
     import secrets
@@ -108,7 +113,7 @@ def _answer(
         top_p=top_p,
         seed=secrets.randbits(32) if seed is None and temperature else seed,
     )
-    llm = LLM(model, device=machine[0], threads=machine[1], max_num_seqs=1)
+    llm = LLM(model, device=machine[0], compute=machine[1], threads=machine[2], max_num_seqs=1)
     chat = not raw and llm.engine.model.template is not None
     messages = ([{"role": "system", "content": system}] if system else []) + [{"role": "user", "content": text}]
     for piece in llm.stream(llm.render(messages) if chat else text, params):

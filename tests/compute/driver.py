@@ -14,7 +14,7 @@ from engine.compute.weights import Weights, load_weights
 from engine.control.limits import Limits
 from engine.control.plan import Chunk, Decode, Eager, Grow, Move, Plan, Replay, Sampled, Seat
 from engine.loading.synthetic import synthetic_model
-from engine.native.library import Pool
+from engine.native.library import Library, Pool
 from engine.native.runner import NativeRunner, library
 from engine.native.weights import NativeWeights, load_native
 
@@ -43,15 +43,15 @@ def shared_weights(name: str) -> Any:
 
 
 @functools.cache
-def native_threads(count: int) -> Pool:
-    return library().pool(count)
+def native_threads(kernels: Library, count: int) -> Pool:
+    return kernels.pool(count)
 
 
 def runner_for(weights: Weights | NativeWeights, limits: Limits, threads: int = 1) -> Any:
     """``threads`` is for native kernels; torch's are set once per process."""
     model = synthetic_model()  # not read: the weights are given
     if isinstance(weights, NativeWeights):
-        return NativeRunner(model, limits, weights=weights, pool=native_threads(threads))
+        return NativeRunner(model, limits, weights=weights, pool=native_threads(weights.library, threads))
     return ModelRunner(model, limits, weights=weights)
 
 

@@ -100,7 +100,7 @@ def test_sanitizers_see_a_read_past_the_end(tmp_path: Path) -> None:
     broken = built(folder=source, cache=tmp_path / "cache", extra=SANITIZED)
     result = run_under_sanitizers(broken, "tests/native/test_native_rows.py")
     assert result.returncode != 0
-    assert "AddressSanitizer: heap-buffer-overflow" in result.stdout + result.stderr
+    assert "ERROR: AddressSanitizer" in result.stdout + result.stderr
 
 
 def test_kernels_use_what_the_processor_has() -> None:

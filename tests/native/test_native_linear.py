@@ -2,16 +2,13 @@
 
 from __future__ import annotations
 
-from pathlib import Path
-
 import numpy as np
 import pytest
 import torch
 
-from engine.native.build import built
 from engine.native.kernels import Kernels
 from engine.native.library import TYPES, Library
-from tests.native.kit import changed_source, kernels, kernels_of, numbers, same_bytes, weight
+from tests.native.kit import kernels, numbers, same_bytes, weight
 
 SHAPES = ((200, 608), (16, 32), (33, 160), (17, 1536))
 ROWS = (1, 2, 3, 4, 5, 6, 7, 8, 9, 13, 16, 17, 33, 64, 65)
@@ -97,20 +94,3 @@ def test_token_outside_the_table_reads_nothing() -> None:
     kernels().embed(packed, torch.tensor([50, -1, 2**62, 3]), out)
     assert out[:3].isnan().all()
     assert out[3].isfinite().all()
-
-
-@pytest.mark.timeout(300)
-def test_broken_order_is_noticed(tmp_path: Path) -> None:
-    """Pieces of k in descending order, which only the path for more than four rows cuts at all."""
-    source = changed_source(
-        tmp_path,
-        "product.h",
-        (
-            "for (int64_t k = 0; k < a.k; k += K_PIECE) {",
-            "for (int64_t k = (a.k - 1) / K_PIECE * K_PIECE; k >= 0; k -= K_PIECE) {",
-        ),
-        ("a.ldo, n, k == 0);", "a.ldo, n, k == (a.k - 1) / K_PIECE * K_PIECE);"),
-    )
-    library = Library(built(folder=source, cache=tmp_path / "cache", extra=("-O1",)))
-    found = row_differences(kernels_of(library, 1), kernels_of(library, 2), "F32", 33, 160, library)
-    assert {wrong.split(",")[0] for wrong in found} == {f"{rows} rows" for rows in ROWS if rows > 4}
