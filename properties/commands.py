@@ -108,7 +108,9 @@ def soak(options: Options) -> int:
         budget=options.budget,
         persistent_batch=options.persistent_batch,
     )
-    ran = experiments.soak(workload, fault=options.arm, looking=options.audit, make_rung=RUNGS[options.rung or "ledger"])
+    ran = experiments.soak(
+        workload, fault=options.arm, looking=options.audit, make_rung=RUNGS[options.rung or "ledger"]
+    )
     return _experiment(options, ran, options.arm)
 
 
