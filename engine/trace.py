@@ -29,6 +29,7 @@ from typing import Any
 FORMAT = "workload/1"
 VOCAB = 251  # ids 0..250; a prime, so that affine token functions do not repeat within it
 OUTSIDE = "!"  # the stream whose ids lie outside the vocabulary: the door must refuse it
+ANSWER = "answer/"  # "answer/3" is what request 3 generates on the ledger rung: for prompts that go on from there
 MAX_TOTAL = 1 << 20  # bound of one prompt and of every number in a file: a workload is small or it is a mistake
 
 CLIENTS = ("streams", "whole", "stalls", "leaves")
@@ -200,10 +201,18 @@ class Workload:
 # Tokens ----------------------------------------------------------------------------------------------------------
 
 
+def answer_token(request: int, k: int) -> int:
+    """The k-th generated token of a request where nothing is computed (the ledger rung): an affine function of both, without
+    repetition within the first ``VOCAB`` of a request, so a token from the wrong request or position is a different token."""
+    return (request * 97 + 11 + k * (1 + request * 31 % (VOCAB - 1))) % VOCAB
+
+
 def stream_token(stream: str, position: int) -> int:
     """The token at ``position`` of a named stream, in 0..VOCAB-1; of the stream "!" outside it."""
     if stream == OUTSIDE:
         return VOCAB + position
+    if stream.startswith(ANSWER) and stream[len(ANSWER) :].isdecimal():
+        return answer_token(int(stream[len(ANSWER) :]), position)
     return zlib.crc32(f"{stream}/{position}".encode()) % VOCAB
 
 

@@ -17,12 +17,13 @@ Order matters for shrinking: every list of alternatives starts with the harmless
 from __future__ import annotations
 
 import random
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
 from typing import Any, Protocol, TypeVar
 
 import attrs
 
-from engine.trace import OUTSIDE, Abort, Event, FailStep, Shape, Submit, Workload
+from engine.trace import ANSWER, OUTSIDE, Abort, Event, FailStep, Shape, Submit, Workload
 from properties.dressing import dress
 
 T = TypeVar("T")
@@ -76,6 +77,7 @@ class Swarm:
 
 
 UNLIMITED = 2048
+LONGEST_TALK = 30  # tokens of a prompt that holds earlier turns
 SHAPES = ("mixed", "mixed", "crowd", "family", "churn", "crowd")
 
 
@@ -87,6 +89,8 @@ def workload(source: Source, shapes: Sequence[str] = SHAPES) -> Workload:
         events = (*arrivals, *source.many(lambda s: _trouble(s, swarm), 1, 6))
     else:
         events = tuple(source.many(lambda s: _event(s, swarm), least, 3 * least + 2))
+    if swarm.shape == "family":
+        events = tuple(_turns(source, swarm, events))
     return dress(source, Workload(_shape(source, swarm, events), events))
 
 
@@ -184,6 +188,23 @@ def _prompt(source: Source, swarm: Swarm) -> tuple[tuple[str, int], ...]:
     if swarm.sharing and source.pick((False, True)):
         return (("sys", swarm.block_size * source.pick((1, 2))), own)
     return (own,)
+
+
+def _turns(source: Source, swarm: Swarm, events: Sequence[Event]) -> Iterator[Event]:
+    """Some submissions go on from an earlier one and its answer, often while that is still being generated."""
+    asked: list[tuple[int, Submit]] = []  # each with the id of its first choice
+    submitted = 0
+    for event in events:
+        if isinstance(event, Submit):
+            if asked and source.number(0, 1):
+                first, before = source.pick(asked[-2:])
+                answer = (f"{ANSWER}{first}", swarm.block_size * source.pick((1, 2)))
+                prompt = (*before.prompt, answer, ("c", 1))
+                if sum(length for _, length in prompt) <= LONGEST_TALK:
+                    event = replace(event, wait=source.pick((0, 1, 2, 3)), prompt=prompt, salt=before.salt)
+            asked.append((submitted, event))
+            submitted += event.n
+        yield event
 
 
 def _shape(source: Source, swarm: Swarm, events: tuple[Event, ...]) -> Shape:

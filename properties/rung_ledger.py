@@ -11,7 +11,7 @@ from collections.abc import Sequence
 
 from engine.control.plan import Chunk, Decode, Plan, Sampled
 from engine.control.record import StepRecord
-from engine.trace import Shape
+from engine.trace import Shape, answer_token
 from properties import solo
 from properties.rungs import INJECTED, EngineRung, StepFailed
 
@@ -61,7 +61,7 @@ class StubRunner:
             raise BadPlan(f"the plan samples row {entry.row}, but nobody sits there")
         request, prompt_len = self.rows[entry.row]
         last = entry.position if isinstance(entry, Decode) else entry.start + len(entry.tokens) - 1
-        return solo.token(request, last + 1 - prompt_len)
+        return answer_token(request, last + 1 - prompt_len)
 
 
 class LedgerRung(EngineRung):

@@ -10,7 +10,7 @@ from typing import Protocol
 
 import attrs
 
-from engine.trace import VOCAB, Submit
+from engine.trace import Submit, answer_token
 
 
 @attrs.frozen
@@ -67,12 +67,6 @@ def outcome(
     return Outcome(tuple(tokens), "length")
 
 
-def token(request: int, k: int) -> int:
-    """The ledger rung's token: an affine function of the request and of the token's number, without repetition within the
-    first ``VOCAB`` tokens of a request, so a token from the wrong request or the wrong position is a different token."""
-    return (request * 97 + 11 + k * (1 + request * 31 % (VOCAB - 1))) % VOCAB
-
-
 class AffineOracle:
     """The oracle of the ledger rung, where nothing is computed and a token depends on the request's number alone."""
 
@@ -80,7 +74,7 @@ class AffineOracle:
         """The choices of one submission share one set of stop tokens."""
         if event.stop_at is None:
             return frozenset()
-        return frozenset(token(first_id + choice, event.stop_at - 1) for choice in range(event.n))
+        return frozenset(answer_token(first_id + choice, event.stop_at - 1) for choice in range(event.n))
 
     def token(self, request: int, k: int) -> int:
-        return token(request, k)
+        return answer_token(request, k)
