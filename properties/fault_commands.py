@@ -19,7 +19,7 @@ from properties.checks import ORDER
 from properties.faults import CATALOGUE
 from properties.killing import first_kill, reduced
 from properties.matrix import Row, stored
-from properties.matrix_run import SEEDS, matrix
+from properties.matrix_run import matrix
 
 Options = argparse.Namespace
 HOLDS, VIOLATED = 0, 1
@@ -31,9 +31,10 @@ def show_matrix(options: Options) -> int:
         result = stored()
     else:
         chosen = options.only or list(CATALOGUE)
-        seeds = SEEDS if options.seeds is None else range(options.seeds)
         jobs = options.jobs or len(os.sched_getaffinity(0))
-        result = matrix(chosen, generated=options.workloads, seeds=seeds, jobs=min(jobs, len(chosen)), progress=_told)
+        result = matrix(
+            chosen, generated=options.workloads, seeds=options.seeds, jobs=min(jobs, len(chosen)), progress=_told
+        )
     shown = result.rows
     if options.replace:
         result = stored().replaced(result)
@@ -165,7 +166,9 @@ def add_commands(
         type=at_least(0),
         help="generated workloads a row (default: by the speed of the rung)",
     )
-    grid.add_argument("--seeds", metavar="N", type=at_least(0), help="hunts for each fault (default 5); 0: none")
+    grid.add_argument(
+        "--seeds", metavar="N", type=at_least(0), help="hunts for each fault (default 5, tiny 3); 0: none"
+    )
     grid.add_argument("--jobs", metavar="J", type=at_least(1), help="processes (default: one a core)")
     grid.add_argument("--replace", action="store_true", help="with --only: put these rows into the stored cells")
     grid.add_argument("--stored", action="store_true", help="judge the cells of the last whole run; run nothing")

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Iterator
+from collections.abc import Iterable
 
 import attrs
 
@@ -76,6 +76,6 @@ def reduced(kill: Kill, fault: str) -> tuple[Workload, Finding, int]:
     return small, found, tries
 
 
-def kills(fault: str, seeds: Iterator[int] | range, *, workloads: int, seconds: float = math.inf) -> list[Kill | None]:
+def kills(fault: str, seeds: Iterable[int], *, workloads: int, seconds: float = math.inf) -> list[Kill | None]:
     """One kill a seed, each within the bounds."""
     return [first_kill(fault, seed, workloads=workloads, seconds=seconds) for seed in seeds]

@@ -52,7 +52,7 @@ def _lines(matrix: Matrix) -> Iterator[str]:
     yield "Written by `python -m properties matrix`; ci/matrix.json holds the same cells. A cell counts the workloads in"
     yield "which the check fired, judged alone, to the end of the run; `*` marks what must fire. *of*: workloads that ran."
     yield "*first*: the check that most often fired before all others. *kill*: workloads until the plain hunter fails,"
-    yield "median of five seeds. Sources are public reports, `own`, or `outsider`: somebody who had not seen the harness."
+    yield "median over seeds. Sources are public reports, `own`, or `outsider`: somebody who had not seen the harness."
     yield ""
     yield from (f"- {line}" for line in totals(matrix))
     checks = [check for check in ORDER if any(row.fired.get(check) for row in matrix.rows)]

@@ -26,7 +26,7 @@ GENERATED: Mapping[str, int] = {
     "tiny": 10,
     "wire": 10,
 }  # workloads a row; slower rungs get fewer
-SEEDS = range(5)
+SEEDS: Mapping[str, int] = {"ledger": 5, "rows": 5, "tiny": 3, "wire": 5}  # hunts for each fault
 BOUND: Mapping[str, int] = {"ledger": 4000, "rows": 2000, "tiny": 500, "wire": 500}  # workloads until a seed gives up
 
 Progress = Callable[[int, int, str], None]
@@ -47,17 +47,17 @@ def matrix(
     faults: Iterable[str],
     *,
     generated: int | None = None,
-    seeds: range = SEEDS,
+    seeds: int | None = None,
     jobs: int = 1,
     progress: Progress | None = None,
 ) -> Matrix:
     """Rows for ``faults``, preceded by one row without a fault for each rung among them.
 
-    ``generated``: workloads a row beside the corpus; None takes each rung's own number. No ``seeds``: nobody hunts.
+    ``generated``: workloads a row beside the corpus. ``seeds``: hunts for each fault. None takes each rung's own number.
     """
     listed = list(faults)
     rungs = sorted({CATALOGUE[fault].rung for fault in listed} or {"ledger"})
-    tasks: list[tuple[str | None, str, int | None, range]] = [(None, rung, generated, range(0)) for rung in rungs]
+    tasks: list[tuple[str | None, str, int | None, int | None]] = [(None, rung, generated, 0) for rung in rungs]
     tasks += [(fault, CATALOGUE[fault].rung, generated, seeds) for fault in listed]
     if jobs == 1:
         return Matrix(_rows(map(_task, tasks), len(tasks), progress), digest())
@@ -75,11 +75,11 @@ def _rows(made: Iterable[Row], total: int, progress: Progress | None) -> tuple[R
     return tuple(rows)
 
 
-def _task(task: tuple[str | None, str, int | None, range]) -> Row:
+def _task(task: tuple[str | None, str, int | None, int | None]) -> Row:
     return make_row(*task)
 
 
-def make_row(fault: str | None, rung: str, generated: int | None = None, seeds: range = SEEDS) -> Row:
+def make_row(fault: str | None, rung: str, generated: int | None = None, seeds: int | None = None) -> Row:
     saved = {name: w for name, w in corpus.workloads().items() if corpus.rung_of(w) == rung}
     candidates = {name: w for name, w in saved.items() if fault in (None, w.fault)}  # without a fault the whole corpus
     count = GENERATED[rung] if generated is None else generated
@@ -95,7 +95,8 @@ def make_row(fault: str | None, rung: str, generated: int | None = None, seeds: 
             witnesses += 1
             if not ran.findings:
                 blind.append(name)
-    found = [] if fault is None else kills(fault, seeds, workloads=BOUND[rung])
+    hunts = SEEDS[rung] if seeds is None else seeds
+    found = [] if fault is None else kills(fault, range(hunts), workloads=BOUND[rung])
     cells = {name: dict(sorted(counted.items())) for name, counted in counts.items()}
     return Row(
         fault,

@@ -49,7 +49,7 @@ def test_stored_cells_are_what_a_run_gives(fault: str) -> None:
     """Exactly, while the generator makes the workloads that the stored cells were computed from; else in substance."""
     cells = stored()
     kept = cells.row(fault)
-    made = make_row(fault, CATALOGUE[fault].rung, seeds=range(0))
+    made = make_row(fault, CATALOGUE[fault].rung, seeds=0)
     assert Matrix((made,)).complaints(whole=False) == []
     if matrix_run.digest() == cells.sample and made.workloads == kept.workloads:
         assert attrs.evolve(made, kills=kept.kills) == kept
@@ -111,7 +111,7 @@ def test_every_check_is_in_one_family() -> None:
 def test_a_fault_that_changes_nothing_is_a_complaint() -> None:
     harmless = attrs.evolve(CATALOGUE["A05"], change=lambda: (BlockPool, "release", BlockPool.release))
     with patch.dict(faults.CATALOGUE, {"A05": harmless}):
-        said = Matrix((make_row("A05", "ledger", 0, range(0)),)).complaints(whole=False)
+        said = Matrix((make_row("A05", "ledger", 0, 0),)).complaints(whole=False)
     assert any(complaint.endswith("holds although the fault is armed") for complaint in said)
 
 
