@@ -152,6 +152,8 @@ class WireRung(EngineRung):
 
     def facts(self) -> Mapping[str, tuple[Fact, ...]]:
         facts = [fact for client in self._clients for fact in client.facts(self._caller)]
+        kept = sorted(request for request in self._bridge._live if self._of[request].left)
+        facts += differing([("kept for clients that left", kept, [])])
         self._clients = [client for client in self._clients if not client.done]
         open_ones = len(self._clients)
         facts += differing([("open requests", self._bridge.num_open, open_ones), ("logged", self._logged, [])])

@@ -47,7 +47,7 @@ FAULTS = in_area(
     F(
         "V04",
         "leaving aborts the request behind",
-        ("stream", "decisions"),
+        ("decisions",),
         line(_BRIDGE, "_abort", "self._engine.abort(choice.request)", "self._engine.abort(choice.request + 1)"),
     ),
     F(

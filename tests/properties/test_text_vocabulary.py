@@ -1,4 +1,4 @@
-"""The nasty vocabulary decodes as the real library does, is as nasty as it says, and its oracle shares nothing with the engine."""
+"""The nasty vocabulary decodes as the library does, is as nasty as it says, and its oracle shares nothing with the engine."""
 
 from __future__ import annotations
 
