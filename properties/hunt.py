@@ -18,6 +18,7 @@ from engine.trace import Workload
 from properties.checks import Finding
 from properties.floors import Floors
 from properties.generate import RandomSource, workload
+from properties.sampled import for_rung
 from properties.shrink import shrink
 from properties.trial import Trial
 
@@ -89,7 +90,7 @@ def batch(seed: int, start: int, trial: Trial) -> dict[str, Any]:
     iterations = 0
     failed: list[tuple[int, str]] = []
     for number in range(start, start + BATCH):
-        outcome = trial.run(numbered(seed, number))
+        outcome = trial.run(for_rung(numbered(seed, number), trial.rung))
         floors.add(outcome.occurred)
         iterations += len(outcome.steps)
         if outcome.first is not None:
@@ -110,7 +111,7 @@ def _shrunk(seed: int, number: int, check: str, trial: Trial) -> Find:
         found = trial.run(candidate).first
         return found is not None and found.check == check
 
-    small, _ = shrink(numbered(seed, number), fails)
+    small, _ = shrink(for_rung(numbered(seed, number), trial.rung), fails)
     found = trial.run(small).first
     assert found is not None
     return Find(number, small, found)

@@ -17,6 +17,7 @@ from engine.engine import choice_seed
 from engine.request import SamplingParams, SamplingSpec
 from engine.trace import Submit, Workload
 
+RUNGS_WITH_A_SAMPLER = ("rows", "tiny", "gpu")
 TEMPERATURES = (0.8, 0.0, 1.5, 0.0)  # in turn, so that every small workload has a sampled and a greedy request
 STYLES: tuple[Mapping[str, Any], ...] = (
     {},
@@ -74,3 +75,7 @@ def with_sampling(workload: Workload) -> Workload:
         for number, event in enumerate(submits)
     }
     return replace(workload, events=tuple(warmed.get(id(event), event) for event in workload.events))
+
+
+def for_rung(workload: Workload, rung: str) -> Workload:
+    return with_sampling(workload) if rung in RUNGS_WITH_A_SAMPLER else workload
