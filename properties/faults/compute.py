@@ -78,7 +78,7 @@ PADDING = in_area(
         "N07",
         "the logits of a padded step are taken from its last rows",
         ("tokens", "solo"),
-        line(RUNNER, "_decode", "[: len(rows)]", "[-len(rows) :]"),
+        line(RUNNER, "_decode", "self._logits[shape][: len(rows)]", "self._logits[shape][-len(rows) :]"),
         rules=("12.6",),
         needs="padded",
     ),
