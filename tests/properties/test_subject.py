@@ -310,9 +310,11 @@ def test_some_faults_need_a_specification(fault: str, check: str | None) -> None
 
 @pytest.mark.slow
 def test_what_the_promises_see_of_the_catalogue() -> None:
-    seen = {fault: check for fault in CATALOGUE if (check := seen_by_promises(fault, 40))}
-    print(f"{len(seen)} of {len(CATALOGUE)}")
-    assert len(CATALOGUE) / 2 < len(seen) < len(CATALOGUE)
+    """Of the faults that live in control; a subject has no text and no kernels. The README names the figures."""
+    control = [fault for fault, entry in CATALOGUE.items() if entry.rung == "ledger" and fault[0] != "D"]
+    seen = {fault: check for fault in control if (check := seen_by_promises(fault, 40))}
+    print(f"{len(seen)} of {len(control)}")
+    assert len(control) / 2 < len(seen) < len(control)
 
 
 # Names --------------------------------------------------------------------------------------------------------------
