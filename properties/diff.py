@@ -53,6 +53,8 @@ Pair = tuple[str, object, object]  # a name, the engine's value, the specificati
 def decisions(record: StepRecord, step: Step) -> tuple[Fact, ...]:
     plan = record.plan
     pairs: list[Pair] = []
+    if not record.iteration == plan.iteration == step["iteration"]:
+        pairs.append(("iteration", (record.iteration, plan.iteration), (step["iteration"],) * 2))
     if record.aborted or step["aborted"]:
         pairs.append(("aborted", [end.request for end in record.aborted], step["aborted"]))
     if record.reaped or step["reaped"]:

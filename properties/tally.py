@@ -76,11 +76,19 @@ def judge(caller: Caller, oracle: solo.Oracle) -> tuple[Fact, ...]:
     )
 
 
+def zero() -> Counters:
+    """Totals of an engine that did nothing. Written out here, since where the engine's own begin is for the check to judge."""
+    totals = Counters()
+    for item in attrs.fields(Counters):
+        setattr(totals, item.name, Counter() if isinstance(getattr(totals, item.name), Counter) else 0)
+    return totals
+
+
 @attrs.define
 class Totals:
     """What ``engine.counters`` must show, summed from records and refusals."""
 
-    expected: Counters = attrs.field(factory=Counters)
+    expected: Counters = attrs.field(factory=zero)
 
     def submitted(self, n: int, refused: str | None) -> None:
         self.expected.submitted += n

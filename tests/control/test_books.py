@@ -12,7 +12,7 @@ import pytest
 
 from engine.control.blocks import BlockPool
 from engine.control.limits import Limits
-from engine.control.plan import Plan, Sampled
+from engine.control.plan import Logprobs, Plan, Sampled
 from engine.control.prefix import block_key, root
 from engine.control.record import Facts, Finished, Ledger, StepRecord
 from engine.control.request import Submission
@@ -88,6 +88,7 @@ def test_what_is_left_out_asks_for_nothing() -> None:
     assert (plan.vacated, plan.grown, plan.moves, plan.seated, plan.chunks, plan.decodes) == ((),) * 6
     assert (plan.launch, plan.forwards, plan.num_tokens, plan.sampling) == (None, False, 0, ())
     assert Sampled(5) == Sampled(5, None, None)
+    assert Logprobs(-1.0, 1) == Logprobs(-1.0, 1, ())
     assert Finished(1, "length") == Finished(1, "length", None, None)
     assert StepRecord(0, plan) == StepRecord(0, plan, (), (), (), (), (), None)
     assert Facts(1, 2, 0, 0, 0, None, 3).cached_tokens == 0
