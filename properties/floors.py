@@ -63,9 +63,9 @@ FLOORS: Mapping[str, float] = {
     "finished: error": 0.1,
     "failed step": 0.1,
     "shutdown": 0.03,
-    "left at once": 0.08,
+    "left at once": 0.04,
     # text
-    "stopped by a string": 0.08,
+    "stopped by a string": 0.05,
     "text held back": 0.4,
     "character told as U+FFFD": 0.4,
     # the door

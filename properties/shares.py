@@ -36,7 +36,7 @@ class Share:
 ROWS: Mapping[str, Share] = {"dev": Share(2, 60), "gate": Share(4, 150), "hunt": Share(32, 2000)}
 TINY: Mapping[str, Share] = {"dev": Share(2, 15), "gate": Share(4, 60), "hunt": Share(32, 400)}
 GPU: Mapping[str, Share] = {"dev": Share(1, 15), "gate": Share(1, 100), "hunt": Share(4, 1000)}
-WIRE: Mapping[str, Share] = {"dev": Share(2, 40), "gate": Share(3, 120), "hunt": Share(32, 2000)}
+WIRE: Mapping[str, Share] = {"dev": Share(2, 40), "gate": Share(3, 80), "hunt": Share(32, 2000)}
 
 
 def share(of: Mapping[str, Share]) -> Share:
