@@ -32,8 +32,9 @@ STORED = Path("ci/mutants.json")
 READABLE = Path("ci/mutants.md")
 SURVIVORS = Path("ci/mutants_survivors.toml")
 SHARE = 0.9
-UNMUTATED = 100  # workloads that the engine itself must survive first
 JUDGE = "audit.py"  # looks at the engine and never changes it, so it is judged on broken engines
+HEALTHY = 100  # workloads that the engine itself must survive first
+UNMUTATED = Mutant(JUDGE, "", "none", "", "", 0)
 
 Told = Callable[[Verdict], None]
 
@@ -109,24 +110,27 @@ def measure(
     Raises ``ValueError`` for one that fits nowhere, and ``RuntimeError`` when the engine itself, unmutated, does not hold:
     then every mutant would count as killed.
     """
-    texts = sources()
-    (healthy,) = _all([Job("unmutated", JUDGE, texts[JUDGE], UNMUTATED, False)], 1)
+    texts, words = sources(), _ask(send_armed_words)
+    (healthy,) = _all([_job(UNMUTATED, texts[JUDGE], words, HEALTHY, tests=False)], 1)
     if healthy.killed:
         raise RuntimeError(f"the engine without a mutant does not hold: {healthy.by} at {healthy.where}")
-    words = _ask(send_armed_words) if any(mutant.file == JUDGE for mutant in chosen) else None
     waiting = []
     for mutant in chosen:
         text = mutant.apply(texts[mutant.file])
         if text is None:
             raise ValueError(f"{mutant.key} no longer fits {_where(mutant)}")
-        armed = words if mutant.file == JUDGE else None
-        waiting.append(Job(mutant.key, mutant.file, text, workloads, tests, armed))
+        waiting.append(_job(mutant, text, words, workloads, tests=tests))
     verdicts = {}
     for verdict in _all(waiting, jobs):
         verdicts[verdict.key] = verdict
         if told is not None:
             told(verdict)
     return [verdicts[mutant.key] for mutant in chosen]
+
+
+def _job(mutant: Mutant, text: str, words: dict[str, list[str]], workloads: int, *, tests: bool) -> Job:
+    armed = words if mutant.file == JUDGE else None
+    return Job(mutant.key, mutant.file, text, workloads, tests, armed=armed)
 
 
 def _ask(send: Callable[[Connection], None]) -> Any:
