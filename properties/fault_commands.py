@@ -57,24 +57,32 @@ def show_matrix(options: Options) -> int:
 
 
 def show_faults(options: Options) -> int:
-    """Hunts every fault, or the chosen ones; the files stay in ``--found`` when one is named."""
+    """Hunts every fault, or the chosen ones; the files stay in ``--found`` when one is named.
+
+    The table is written line by line, so that a run that was cut short is taken up with ``--missing``.
+    """
     if options.witness:
         return _witnesses(options)
-    chosen = options.only or list(CATALOGUE)
+    file = options.output / "faults.json"
+    lines = {line.fault: line for line in (fault_table.stored(file) if options.missing and file.exists() else [])}
+    lines = {fault: line for fault, line in lines.items() if fault in CATALOGUE and not line.complaints()}
+    chosen = options.only or [fault for fault in CATALOGUE if fault not in lines]
     with tempfile.TemporaryDirectory() as scratch:
-        folder = options.found or Path(scratch)
-        lines = fault_table.hunt_each(chosen, folder, seed=options.seed, seconds=options.seconds, progress=_told)
-    complaints = fault_table.complaints(lines)
-    if not options.only:
-        options.output.mkdir(parents=True, exist_ok=True)
-        rows = ",\n ".join(json.dumps(attrs.asdict(line)) for line in lines)
-        (options.output / "faults.json").write_text(f"[{rows}]\n", encoding="utf-8")
-        (options.output / "faults.md").write_text(fault_table.page(lines), encoding="utf-8")
+        hunts = fault_table.hunt_each(
+            chosen, options.found or Path(scratch), seed=options.seed, seconds=options.seconds, progress=_told
+        )
+        for line in hunts:
+            lines[line.fault] = line
+            if options.missing or not options.only:
+                fault_table.write(list(lines.values()), options.output)
+    shown = [line for line in lines.values() if line.fault in chosen] if options.only else list(lines.values())
+    complaints = fault_table.complaints(shown)
     if options.json:
-        listed = [attrs.asdict(line) for line in lines]
-        _print_json({"holds": not complaints, "complaints": complaints, "faults": listed})
+        _print_json(
+            {"holds": not complaints, "complaints": complaints, "faults": [attrs.asdict(line) for line in shown]}
+        )
         return VIOLATED if complaints else HOLDS
-    print(fault_table.page(lines))
+    print(fault_table.page(shown))
     for complaint in complaints:
         print(f"FAULTS: {complaint}")
     return VIOLATED if complaints else HOLDS
@@ -175,4 +183,7 @@ def add_commands(
     table.add_argument("--seconds", metavar="S", type=float, default=fault_table.SECONDS, help="for each fault (60)")
     table.add_argument("--seed", metavar="S", type=at_least(0), default=1, help="the same seed runs the same workloads")
     table.add_argument("--found", metavar="DIR", type=Path, help="keep the files there (default: nowhere)")
+    table.add_argument(
+        "--missing", action="store_true", help="keep the lines that hold already; with --only: add to them"
+    )
     table.add_argument("--witness", action="store_true", help="save witnesses for faults without one, and nothing else")

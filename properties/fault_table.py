@@ -6,6 +6,7 @@ that exits with 1. The replay is a fresh process, so its time is what waiting fo
 
 from __future__ import annotations
 
+import json
 import statistics
 import subprocess
 import sys
@@ -55,15 +56,13 @@ class Line:
 
 def hunt_each(
     faults: Iterable[str], folder: Path, *, seed: int = 1, seconds: float = SECONDS, progress: Progress | None = None
-) -> list[Line]:
-    """One line a fault; the files go to ``folder``."""
+) -> Iterator[Line]:
+    """One line a fault, as soon as it is known; the files go to ``folder``."""
     listed = list(faults)
-    lines = []
-    for number, fault in enumerate(listed):
+    for number, fault in enumerate(listed, 1):
         if progress is not None:
-            progress(number + 1, len(listed), fault)
-        lines.append(hunt_one(fault, folder, seed=seed, seconds=seconds))
-    return lines
+            progress(number, len(listed), fault)
+        yield hunt_one(fault, folder, seed=seed, seconds=seconds)
 
 
 def hunt_one(fault: str, folder: Path, *, seed: int = 1, seconds: float = SECONDS) -> Line:
@@ -102,6 +101,19 @@ def complaints(lines: list[Line]) -> list[str]:
             f"the files have {statistics.median(events):g} events in the middle, at most {MEDIAN_EVENTS} are allowed"
         )
     return said
+
+
+def stored(path: Path) -> list[Line]:
+    return [Line(**line) for line in json.loads(path.read_text(encoding="utf-8"))]
+
+
+def write(lines: list[Line], folder: Path) -> None:
+    """faults.json, one line a fault, and faults.md."""
+    folder.mkdir(parents=True, exist_ok=True)
+    listed = sorted(lines, key=lambda line: line.fault)
+    rows = ",\n ".join(json.dumps(attrs.asdict(line)) for line in listed)
+    (folder / "faults.json").write_text(f"[{rows}]\n", encoding="utf-8")
+    (folder / "faults.md").write_text(page(listed), encoding="utf-8")
 
 
 def page(lines: list[Line]) -> str:

@@ -69,7 +69,7 @@ def with_sampling(workload: Workload) -> Workload:
     warmed = {
         id(event): replace(
             event,
-            temperature=TEMPERATURES[(turn + number) % len(TEMPERATURES)],
+            temperature=0.8 if event.n > 1 else TEMPERATURES[(turn + number) % len(TEMPERATURES)],  # else all are equal
             seed=(turn // len(TEMPERATURES) + number) % SEEDS,
         )
         for number, event in enumerate(submits)

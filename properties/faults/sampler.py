@@ -86,6 +86,14 @@ DRAWS = in_area(
         needs="row reused",
     ),
     Fault(
+        "L09",
+        "of several stop tokens only the first is held back before min_tokens",
+        ("tokens", "solo"),
+        line(ROW, "__init__", "sorted(masked) if", "sorted(masked)[:1] if"),
+        source="vllm-project/vllm PR#5849",
+        rules=("13.2",),
+    ),
+    Fault(
         "L11",
         "penalties do not learn of the tokens that were generated since the row was taken",
         ("solo", "tokens"),
@@ -160,14 +168,6 @@ DRAWS = in_area(
 # What is masked shows as soon as logits have an order, so these need no transformer.
 MASKS = in_area(
     "sampler",
-    Fault(
-        "L09",
-        "of several stop tokens only the first is held back before min_tokens",
-        ("decisions", "solo"),
-        line(ROW, "__init__", "sorted(masked) if", "sorted(masked)[:1] if"),
-        source="vllm-project/vllm PR#5849",
-        rules=("13.2",),
-    ),
     Fault(
         "L10",
         "the prompt counts towards min_tokens where stop tokens are held back",

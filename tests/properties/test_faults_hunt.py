@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 import random
 from pathlib import Path
@@ -14,14 +13,10 @@ import pytest
 from engine.control.blocks import BlockPool
 from engine.trace import load
 from properties import fault_table, faults
-from properties.fault_table import MEDIAN_EVENTS, MOST_EVENTS, Line, complaints, hunt_each, hunt_one, page
+from properties.fault_table import MEDIAN_EVENTS, MOST_EVENTS, Line, complaints, hunt_each, hunt_one, page, stored
 from properties.faults import CATALOGUE
 
 STORED = Path(__file__).parents[2] / "ci" / "faults.json"
-
-
-def stored() -> list[Line]:
-    return [Line(**line) for line in json.loads(STORED.read_text(encoding="utf-8"))]
 
 
 def sampled(count: int = 3) -> list[str]:
@@ -31,7 +26,7 @@ def sampled(count: int = 3) -> list[str]:
 
 
 def test_the_stored_table_holds_for_every_fault() -> None:
-    lines = stored()
+    lines = stored(STORED)
     assert {line.fault for line in lines} == set(CATALOGUE)
     assert complaints(lines) == []
     assert STORED.with_suffix(".md").read_text(encoding="utf-8") == page(lines)
@@ -65,5 +60,5 @@ def test_the_table_can_fail() -> None:
 
 @pytest.mark.slow
 def test_every_fault_is_found_again(tmp_path: Path) -> None:
-    assert complaints(hunt_each(CATALOGUE, tmp_path)) == []
-    assert fault_table.summary(stored())
+    assert complaints(list(hunt_each(CATALOGUE, tmp_path))) == []
+    assert fault_table.summary(stored(STORED))
