@@ -11,6 +11,7 @@ from collections.abc import Iterator
 
 import pytest
 from playwright.sync_api import Browser, Page, sync_playwright
+from watching import watched
 
 NAMES = ("chromium", "chromium-browser", "google-chrome-stable", "google-chrome")
 
@@ -34,17 +35,9 @@ def browser() -> Iterator[Browser]:
 
 @pytest.fixture
 def page(browser: Browser) -> Iterator[Page]:
-    """A fresh page. What its script throws or logs as an error, and every request that leaves the file, fails the test."""
+    """A fresh page; trouble that was seen while it was used fails the test."""
     page = browser.new_page(viewport={"width": 1180, "height": 900})
-    trouble: list[str] = []
-    page.on("pageerror", lambda error: trouble.append(f"the script threw {error}"))
-    page.on("console", lambda message: trouble.append(message.text) if message.type == "error" else None)
-    page.on(
-        "request",
-        lambda request: (
-            None if request.url.startswith(("file:", "data:")) else trouble.append(f"asked for {request.url}")
-        ),
-    )
+    trouble = watched(page)
     yield page
     page.close()
     assert trouble == []

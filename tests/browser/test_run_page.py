@@ -1,6 +1,6 @@
 """The page of a run in a real browser: a hunted and shrunk fault, its slider moved, its marked block read.
 
-``pytest tests/browser --screenshot docs/page.png`` also renews the picture in the README.
+``pytest tests/browser --screenshot docs/replay.png`` also renews the picture in the README.
 """
 
 from __future__ import annotations
@@ -8,7 +8,8 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
-from playwright.sync_api import Page, expect
+from playwright.sync_api import Browser, Page, expect
+from watching import watched
 
 from engine.trace import Shape, Submit, Workload
 from properties.__main__ import main
@@ -95,6 +96,27 @@ def test_the_keyboard_does_what_the_mouse_does(page: Page, shrunk: Workload, tmp
     page.get_by_role("button", name="play").click()  # runs to the end, and stops there
     expect(now).to_have_text(f"{last} of {last}")
     expect(page.locator("#play")).to_have_attribute("aria-pressed", "false")
+
+
+def test_what_a_file_says_does_nothing(page: Page, tmp_path: Path) -> None:
+    hostile = "</script><script>alert(1)</script><img src=x onerror=alert(2)>"
+    workload = Workload(Shape(4, 2, 1), (Submit(0, ((hostile, 3),), 2),), title=hostile)
+    opened(page, write_page(workload, run(workload), hostile), tmp_path)
+    expect(page.locator("h1")).to_have_text(hostile)
+    expect(page.locator("#command")).to_have_text(hostile)
+    expect(page.locator("img")).to_have_count(0)
+
+
+def test_trouble_on_a_page_is_seen(browser: Browser) -> None:
+    page = browser.new_page()
+    trouble = watched(page)
+    page.set_content(
+        "<img src='http://127.0.0.1:9/picture.png'><script>alert('hello'); throw new Error('broken')</script>"
+    )
+    page.wait_for_load_state("networkidle")
+    page.close()
+    for part in ("a dialog said hello", "broken", "asked for http://127.0.0.1:9/picture.png"):
+        assert any(part in seen for seen in trouble), (part, trouble)
 
 
 def test_cached_shared_and_published_blocks_look_different(page: Page, tmp_path: Path) -> None:
