@@ -25,6 +25,10 @@ struct Attention {
     const uint8_t* pool;    // keys [blocks][kv_heads][block_size][dim], values the same, value_offset rows later
     int64_t tokens, ldq, ldo, table_stride, table_width, blocks, value_offset;
     int64_t heads, kv_heads, dim, block_size, window, bf16;  // window 0: none
+    // Few rows with long contexts: the tiles of a query are spread over ``segments`` units, which leave what they found in
+    // partials [tokens][heads][tiles][2 + dim rounded up to lanes], to be merged in order by ``attend_merge``. Null: not.
+    float* partials;
+    int64_t segments, tiles;
     double scale;
 };
 
@@ -35,7 +39,14 @@ INLINE int64_t unit_tokens(const Attention& a) {
 
 INLINE int64_t attention_units(const Attention& a) {
     int64_t per = unit_tokens(a);
-    return (a.tokens + per - 1) / per * a.kv_heads;
+    return (a.tokens + per - 1) / per * a.kv_heads * (a.partials == nullptr ? 1 : a.segments);
+}
+
+// Keys and values that are read, times what each takes part in; says whether waking threads is worth it.
+INLINE int64_t attention_work(const Attention& a) {
+    int64_t positions = 0;
+    for (int64_t t = 0; t < a.tokens; ++t) positions += a.positions[t] < 0 ? 0 : a.positions[t] + 1;
+    return positions * a.heads * a.dim;
 }
 
 // Query rows of one unit and what is known of them so far.
@@ -215,23 +226,39 @@ INLINE void add_values(const QueryRows& u, const TileRows& rows, int64_t low, in
     if (count == 1) add_some<1>(u, rows, low, high, first);
 }
 
-INLINE void merge(const QueryRows& u, int64_t row, float peak, float sum) {
-    float* total = u.total + row * u.width;
-    const float* part = u.part + row * u.width;
-    if (u.sum[row] < 0) {  // the first tile that this query sees
-        u.sum[row] = sum;
-        u.peak[row] = peak;
-        std::memcpy(total, part, size_t(u.width) * 4);
+// One tile more, for one query; ``sum`` is negative before the first that it sees.
+INLINE void merge(const float* part, float peak, float sum, int64_t width, float* total, float& peak_so_far, float& sum_so_far) {
+    if (sum_so_far < 0) {
+        sum_so_far = sum;
+        peak_so_far = peak;
+        std::memcpy(total, part, size_t(width) * 4);
         return;
     }
-    float highest = peak > u.peak[row] ? peak : u.peak[row];
-    V16 before = exp16(set16(u.peak[row] - highest)), now = exp16(set16(peak - highest));
-    for (int64_t d = 0; d < u.width; d += LANES)
+    float highest = peak > peak_so_far ? peak : peak_so_far;
+    V16 before = exp16(set16(peak_so_far - highest)), now = exp16(set16(peak - highest));
+    for (int64_t d = 0; d < width; d += LANES)
         store16(total + d, fma(load16(part + d), now, mul(load16(total + d), before)));
     float lanes[LANES];
-    store16(lanes, fma(set16(sum), now, mul(set16(u.sum[row]), before)));
-    u.sum[row] = lanes[0];
-    u.peak[row] = highest;
+    store16(lanes, fma(set16(sum), now, mul(set16(sum_so_far), before)));
+    sum_so_far = lanes[0];
+    peak_so_far = highest;
+}
+
+INLINE float* partial(const Attention& a, int64_t token, int64_t head, int64_t tile, int64_t width) {
+    return a.partials + ((token * a.heads + head) * a.tiles + tile) * (2 + width);
+}
+
+// What a tile gave for row r of a unit: merged at once, or left for later.
+INLINE void keep(const Attention& a, const QueryRows& u, int64_t head, int64_t tile, int64_t r, float peak, float sum) {
+    const float* part = u.part + r * u.width;
+    if (a.partials == nullptr) {
+        merge(part, peak, sum, u.width, u.total + r * u.width, u.peak[r], u.sum[r]);
+        return;
+    }
+    float* place = partial(a, u.first + r / u.group, head * u.group + r % u.group, tile, u.width);
+    place[0] = peak;
+    place[1] = sum;
+    std::memcpy(place + 2, part, size_t(u.width) * 4);
 }
 
 // The positions of a tile that at least one query of the unit sees; whether all of them see all of it.
@@ -250,16 +277,15 @@ INLINE bool seen(const Attention& a, const QueryRows& u, int64_t tile, int64_t& 
 }
 
 INLINE void attend_tile(const Attention& a, const QueryRows& u, const int64_t* table, int64_t head, int64_t tile,
-                        TileRows (&places)[2]) {
+                        int64_t next, TileRows& rows, TileRows& later) {
     int64_t low, high, next_low, next_high;
     const bool whole = seen(a, u, tile, low, high);
-    if (high <= low) return;
-    TileRows& rows = places[tile % 2];
-    seen(a, u, tile + 1, next_low, next_high);
+    seen(a, u, next, next_low, next_high);
     if (next_high > next_low) {
-        find_rows(a, table, head, tile + 1, next_low, next_high, places[(tile + 1) % 2]);
-        if (a.table_stride) prefetch_rows(a, places[(tile + 1) % 2], next_low, next_high);
+        find_rows(a, table, head, next, next_low, next_high, later);
+        if (u.tokens == 1) prefetch_rows(a, later, next_low, next_high);
     }
+    if (high <= low) return;
     pack_keys(a, rows, low, high, u.keys);
     copy_values(a, rows, low, high, u);
     const int64_t left = low / LANES * LANES, right = (high + LANES - 1) / LANES * LANES;
@@ -284,7 +310,7 @@ INLINE void attend_tile(const Attention& a, const QueryRows& u, const int64_t* t
         }
         if (whole) add_values(u, rows, 0, TILE, begin, end - begin);
         for (int64_t r = begin; r < end; ++r)
-            if (sums[r - begin] >= 0 || sums[r - begin] != sums[r - begin]) merge(u, r, peaks[r - begin], sums[r - begin]);
+            if (!(sums[r - begin] < 0)) keep(a, u, head, tile, r, peaks[r - begin], sums[r - begin]);
     }
 }
 
@@ -295,7 +321,20 @@ INLINE bool reads_pool(const Attention& a, const int64_t* table, int64_t positio
     return true;
 }
 
+INLINE int64_t first_tile(const Attention& a, int64_t position) {
+    return a.window && position >= a.window ? (position - a.window + 1) / TILE : 0;
+}
+
+// Where the inputs lead out of the pool no memory is read, and it shows.
+INLINE void write_out(const Attention& a, int64_t token, int64_t head, const float* total, float sum, bool good) {
+    float* out = a.out + token * a.ldo + head * a.dim;
+    for (int64_t d = 0; d < a.dim; d += LANES)
+        store16(out + d, good ? div(load16(total + d), set16(sum)) : set16(NAN), a.dim - d);
+}
+
 void attend(const Attention& a, int64_t unit, Scratch& scratch) {
+    const int64_t segments = a.partials == nullptr ? 1 : a.segments, segment = unit % segments;
+    unit /= segments;
     const int64_t per = unit_tokens(a), head = unit % a.kv_heads, dim = a.dim;
     QueryRows u;
     u.first = unit / a.kv_heads * per;
@@ -322,17 +361,29 @@ void attend(const Attention& a, int64_t unit, Scratch& scratch) {
         u.sum[r] = -1;
     }
     if (good) {
-        int64_t from = a.window && first >= a.window ? (first - a.window + 1) / TILE : 0;
         TileRows places[2];
-        int64_t low, high;
-        seen(a, u, from, low, high);
-        if (high > low) find_rows(a, table, head, from, low, high, places[from % 2]);
-        for (int64_t tile = from; tile <= last / TILE; ++tile) attend_tile(a, u, table, head, tile, places);
+        int64_t low, high, tile = first_tile(a, first) + segment, turn = 0;
+        if (tile <= last / TILE) {
+            seen(a, u, tile, low, high);
+            if (high > low) find_rows(a, table, head, tile, low, high, places[0]);
+        }
+        for (; tile <= last / TILE; tile += segments, turn ^= 1)
+            attend_tile(a, u, table, head, tile, tile + segments, places[turn], places[turn ^ 1]);
     }
-    for (int64_t r = 0; r < u.rows; ++r) {
-        float* out = a.out + (u.first + r / u.group) * a.ldo + (head * u.group + r % u.group) * dim;
-        V16 sum = set16(good ? u.sum[r] : NAN);  // an input that leads out of the pool: no memory is read, and it shows
-        for (int64_t d = 0; d < dim; d += LANES)
-            store16(out + d, div(good ? load16(u.total + r * u.width + d) : zero16(), sum), dim - d);
+    if (a.partials != nullptr) return;
+    for (int64_t r = 0; r < u.rows; ++r)
+        write_out(a, u.first + r / u.group, head * u.group + r % u.group, u.total + r * u.width, u.sum[r], good);
+}
+
+// The second half where tiles were spread: unit is (token, query head).
+void attend_merge(const Attention& a, int64_t unit, Scratch& scratch) {
+    const int64_t token = unit / a.heads, head = unit % a.heads, width = (a.dim + LANES - 1) / LANES * LANES;
+    const int64_t position = a.positions[token];
+    const bool good = position >= 0 && reads_pool(a, a.tables + token * a.table_stride, position);
+    float *total = scratch.floats(width), peak = 0, sum = -1;
+    for (int64_t tile = first_tile(a, position); good && tile <= position / TILE; ++tile) {
+        const float* place = partial(a, token, head, tile, width);
+        merge(place + 2, place[0], place[1], width, total, peak, sum);
     }
+    write_out(a, token, head, total, sum, good);
 }

@@ -219,6 +219,10 @@ void attend_unit(const void* job, int64_t unit, Scratch& scratch) {
     attend(*static_cast<const Attention*>(job), unit, scratch);
 }
 
+void merge_unit(const void* job, int64_t unit, Scratch& scratch) {
+    attend_merge(*static_cast<const Attention*>(job), unit, scratch);
+}
+
 // The tape ------------------------------------------------------------------------------------------------------------
 
 template <class T>
@@ -247,7 +251,9 @@ void run_one(Pool& pool, const Record& record) {
         }
         case ATTEND: {
             const auto& a = arguments<Attention>(record);
-            return pool.run(attend_unit, &a, attention_units(a), a.tokens * a.heads * a.dim < SMALL / 16);
+            pool.run(attend_unit, &a, attention_units(a), attention_work(a) < SMALL);
+            if (a.partials != nullptr) pool.run(merge_unit, &a, a.tokens * a.heads, true);
+            return;
         }
         case SILU_MUL: {
             const auto& a = arguments<SiluMul>(record);

@@ -15,10 +15,12 @@ import attrs
 import torch
 from torch import Tensor
 
+from engine.compute.tiles import tiles_for
 from engine.native.library import TYPES, Packed, Pool
 
 WORDS = 32
 RECORD = WORDS * 8
+LANES = 16  # outputs of a panel
 MAX_HEAD_DIM = 256
 MAX_COUNT = 2**31  # rows, columns, positions: products of two stay far below 2**63
 
@@ -185,11 +187,19 @@ def _rotate(
 
 
 def _attend(
-    layout: HeadLayout, q: Tensor, positions: Tensor, tables: Tensor, cache: Tensor, window: int | None, out: Tensor
+    layout: HeadLayout,
+    q: Tensor,
+    positions: Tensor,
+    tables: Tensor,
+    cache: Tensor,
+    window: int | None,
+    out: Tensor,
+    split: tuple[Tensor, int] | None = None,
 ) -> bytes:
     """out [n, heads * dim] = attention of the queries, the first columns of ``q`` [n, >= heads * dim].
 
     ``tables`` int64 [n, width]: one row for each query; or [1, width]: queries of one request at ascending positions.
+    ``split``: scratch [n, heads, tiles, 2 + dim rounded up to 16] and into how many units the tiles of a row are spread.
     """
     count = _vector("positions", positions, torch.int64)
     _matrix("q", q, (count, None))
@@ -202,9 +212,10 @@ def _attend(
     if window is not None and not 1 <= window < MAX_COUNT:
         raise BadCall(f"window is {window}, but must be in 1..{MAX_COUNT} or absent")
     _cache(layout, cache)
+    partials, segments, tiles = _split(layout, count, rows, tables.shape[1], split)
     return _record(
         4,
-        "QQQQQqqqqqqqqqqqqqd",
+        "QQQQQqqqqqqqqqqqqqQqqd",
         *map(_address, (q, out, positions, tables, cache)),
         count,
         q.stride(0),
@@ -219,6 +230,9 @@ def _attend(
         layout.block_size,
         window or 0,
         cache.dtype == torch.bfloat16,
+        _address(partials),
+        segments,
+        tiles,
         layout.dim**-0.5,
     )
 
@@ -228,6 +242,26 @@ def _silu_mul(gate_up: Tensor, out: Tensor) -> bytes:
     rows = _matrix("out", out, (None, None), dense=True)
     _matrix("gate_up", gate_up, (rows, 2 * out.shape[1]), dense=True)
     return _record(5, "QQqq", gate_up.data_ptr(), out.data_ptr(), rows, out.shape[1])
+
+
+def _split(
+    layout: HeadLayout, count: int, rows: int, width: int, split: tuple[Tensor, int] | None
+) -> tuple[Tensor | None, int, int]:
+    """Scratch, segments and tiles of a call to ``attend`` whose rows are spread over several units."""
+    if split is None:
+        return None, 1, 0
+    partials, segments = split
+    tiles = tiles_for(width * layout.block_size)
+    shape = (count, layout.heads, tiles, 2 + -(-layout.dim // LANES) * LANES)
+    if rows != count:
+        raise BadCall(f"tables has {rows} rows, but a call that is split needs one for each of {count} queries")
+    if not 1 <= segments < MAX_COUNT:
+        raise BadCall(f"segments is {segments}, but must be in 1..{MAX_COUNT}")
+    if partials.shape != shape or partials.dtype != torch.float32 or not partials.is_contiguous():
+        raise BadCall(f"split is {_told(partials)}, but must be contiguous float32 of shape {shape}")
+    if partials.device.type != "cpu":
+        raise BadCall(f"split is {_told(partials)}, but must be on the CPU")
+    return partials, segments, tiles
 
 
 # Checks ------------------------------------------------------------------------------------------------------------

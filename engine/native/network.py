@@ -24,10 +24,13 @@ from engine.compute.graphs import Do, eagerly
 from engine.compute.kv import KVPool
 from engine.compute.network import Sizes, Span, Tokens
 from engine.compute.rope import rope_tables
-from engine.native.kernels import HeadLayout, Kernels
+from engine.compute.tiles import tiles_for
+from engine.native.kernels import LANES, HeadLayout, Kernels
 from engine.native.library import Pool
 from engine.native.tape import NativeGraphs, NativeTape
 from engine.native.weights import Layer, Linear, NativeWeights
+
+UNITS_PER_THREAD = 4  # so that threads which the machine slows down leave their share to the others
 
 T = TypeVar("T")
 Attend = Callable[[Do, Tensor, int | None], None]  # do, one layer of the pool, window
@@ -71,10 +74,11 @@ class NativeNetwork:
 
     def _decode(self, do: Do, step: Tokens, tables: Tensor) -> Tensor:
         buffers = self._buffers(len(step.tokens))
+        split = self._split(*tables.shape)
 
         def attend(do: Do, cache: Tensor, window: int | None) -> None:
-            positions = step.positions
-            do(self._kernels.attend, self._heads, buffers.qkv, positions, tables, cache, window, buffers.attended)
+            where = (buffers.qkv, step.positions, tables)
+            do(self._kernels.attend, self._heads, *where, cache, window, buffers.attended, split)
 
         self._layers(do, step, buffers, attend)
         return self._logits(do, buffers, None, "logits")
@@ -90,6 +94,19 @@ class NativeNetwork:
 
         self._layers(do, step, buffers, attend)
         return None if sampling is None else self._logits(do, buffers, sampling, "prefill logits")
+
+    def _is_split(self, rows: int) -> bool:
+        threads = self._kernels.pool.threads
+        return threads > 1 and rows * self._heads.kv_heads < UNITS_PER_THREAD * threads
+
+    def _split(self, rows: int, width: int) -> tuple[Tensor, int] | None:
+        """Where rows and K/V heads alone are too few to keep all threads busy, their tiles are spread over more units."""
+        if not self._is_split(rows):
+            return None
+        heads, units = self._heads, rows * self._heads.kv_heads
+        wanted = UNITS_PER_THREAD * self._kernels.pool.threads
+        shape = (rows, heads.heads, tiles_for(width * heads.block_size), 2 + -(-heads.dim // LANES) * LANES)
+        return self.arena.take("attention partials", *shape), -(-wanted // units)
 
     def _layers(self, do: Do, step: Tokens, buffers: _Buffers, attend: Attend) -> None:
         """All layers; what the last one adds to the residual stream is left in ``delta``."""
@@ -145,7 +162,9 @@ class NativeNetwork:
         def zeros(*shape: int) -> Tensor:
             return torch.zeros(shape, dtype=torch.int64)
 
-        self._decode(_nothing, Tokens(*(zeros(sizes.rows) for _ in range(3))), zeros(sizes.rows, sizes.width))
+        for rows in range(1, sizes.rows + 1):  # fewer rows can need more: those whose tiles are spread
+            if rows == sizes.rows or self._is_split(rows):
+                self._decode(_nothing, Tokens(*(zeros(rows) for _ in range(3))), zeros(rows, sizes.width))
         step = Tokens(*(zeros(sizes.prefill_tokens) for _ in range(3)))
         self._prefill(_nothing, step, [], zeros(sizes.prefill_samples))
 

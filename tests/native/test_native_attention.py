@@ -47,16 +47,25 @@ class Scene:
         table[0, : len(self.table)] = torch.tensor(self.table)
         return self._attend(torch.arange(start, start + count), table, threads)
 
-    def decode(self, positions: Sequence[int], *, threads: int = 1, width: int = 64) -> Tensor:
-        """One row for each position, each with its own copy of the table, padded by the trash block."""
+    def decode(self, positions: Sequence[int], *, threads: int = 1, width: int = 64, segments: int = 0) -> Tensor:
+        """One row for each position, each with its own copy of the table, padded by the trash block.
+
+        ``segments``: into how many units the tiles of each row are spread; 0 is not at all.
+        """
         tables = torch.full((len(positions), width), self.layout.blocks - 1, dtype=torch.int64)
         tables[:, : len(self.table)] = torch.tensor(self.table)
-        return self._attend(torch.tensor(positions), tables, threads)
+        split = None
+        if segments:
+            tiles, dim = -(-width * self.layout.block_size // 64), -(-self.layout.dim // 16) * 16
+            split = torch.full((len(positions), self.layout.heads, tiles, 2 + dim), float("nan")), segments
+        return self._attend(torch.tensor(positions), tables, threads, split)
 
-    def _attend(self, positions: Tensor, tables: Tensor, threads: int) -> Tensor:
+    def _attend(
+        self, positions: Tensor, tables: Tensor, threads: int, split: tuple[Tensor, int] | None = None
+    ) -> Tensor:
         q = self.q[positions % LENGTH].reshape(len(positions), -1)
         out = torch.full_like(q, 7.0)
-        kernels(threads).attend(self.layout, q, positions, tables, self.cache.pool, self.window, out)
+        kernels(threads).attend(self.layout, q, positions, tables, self.cache.pool, self.window, out, split)
         return out
 
 
@@ -83,6 +92,8 @@ def test_decode_chunks_and_recompute_agree(case: str, dtype: torch.dtype) -> Non
             assert same_bytes(scene.run(start, count, threads=2), whole[start : start + count])
     for positions in ([149], [0, 63, 64, 127, 128, 149], list(range(LENGTH))[::-1]):
         assert same_bytes(scene.decode(positions, threads=2), whole[positions])
+        for segments in (1, 2, 3, 9):
+            assert same_bytes(scene.decode(positions, threads=3, segments=segments), whole[positions])
 
 
 @pytest.mark.parametrize("case", ["grouped", "window", "tail 40"])
@@ -137,6 +148,7 @@ def test_table_that_leads_out_of_the_pool_reads_nothing() -> None:
     for bad in (-1, scene.layout.blocks, 2**62):
         scene.table[2] = bad
         assert scene.decode([70]).isnan().all()
+        assert scene.decode([70], segments=2).isnan().all()
         assert scene.run(60, 20).isnan().all()
         assert same_bytes(scene.decode([20]), Scene("grouped").decode([20]))  # it never gets there
     assert good.isfinite().all()

@@ -40,7 +40,7 @@ GOOD: dict[str, Callable[[], list[Any]]] = {
     "norm": lambda: [f(8), 1e-5, f(3, 8), f(3, 8), None, f(3, 8)],
     "linear": lambda: [W, f(20), f(3, 32), f(3, 20)],
     "rotate": lambda: [LAYOUT, f(3, 64), (i(3), i(3)), (f(9, 8), f(9, 8)), (f(8), f(8), 1e-5), f(2, 6, 2, 4, 8)],
-    "attend": lambda: [LAYOUT, f(3, 64), i(3), i(3, 5), f(2, 6, 2, 4, 8), None, f(3, 32)],
+    "attend": lambda: [LAYOUT, f(3, 64), i(3), i(3, 5), f(2, 6, 2, 4, 8), None, f(3, 32), (f(3, 4, 1, 18), 2)],
     "silu_mul": lambda: [f(3, 16), f(3, 8)],
 }
 
@@ -84,6 +84,10 @@ BAD: list[tuple[str, int, Any, str]] = [
     ("attend", 5, 0, "window is 0"),
     ("attend", 5, -3, "window is -3"),
     ("attend", 6, f(3, 33), "out has shape"),
+    ("attend", 7, (f(3, 4, 1, 18), 0), "segments is 0"),
+    ("attend", 7, (f(3, 4, 2, 18), 2), "split is"),
+    ("attend", 7, (f(3, 4, 1, 18).double(), 2), "split is"),
+    ("attend", 7, (f(3, 4, 1, 18).to("meta"), 2), "on the CPU"),
     ("silu_mul", 0, f(3, 15), "gate_up has shape"),
     ("silu_mul", 1, f(2, 8), "gate_up has shape"),
 ]
