@@ -18,34 +18,37 @@ from properties import corpus, fault_table, matrix_page
 from properties.checks import ORDER
 from properties.faults import CATALOGUE
 from properties.killing import first_kill, reduced
-from properties.matrix import Row, stored
-from properties.matrix_run import matrix
+from properties.matrix import Matrix, Row, stored
+from properties.matrix_run import digest, rows
 
 Options = argparse.Namespace
 HOLDS, VIOLATED = 0, 1
 
 
 def show_matrix(options: Options) -> int:
-    """Runs the whole matrix and writes it down, or some rows, or judges the stored cells without running anything."""
-    if options.stored:
-        result = stored()
-    else:
-        chosen = options.only or list(CATALOGUE)
-        jobs = options.jobs or len(os.sched_getaffinity(0))
-        result = matrix(
-            chosen, generated=options.workloads, seeds=options.seeds, jobs=min(jobs, len(chosen)), progress=_told
-        )
-    shown = result.rows
-    if options.replace:
-        result = stored().replaced(result)
-    whole = not options.only or options.replace
+    """Runs the whole matrix and writes it down, or some rows, or judges the stored cells without running anything.
+
+    The cells are written as they come, so that a run that was cut short is taken up with ``--missing``.
+    """
+    kept = _kept_rows(options)
+    had = {row.fault for row in kept}
+    chosen = [] if options.stored else options.only or [fault for fault in CATALOGUE if fault not in had]
+    jobs = min(options.jobs or len(os.sched_getaffinity(0)), max(1, len(chosen)))
+    result = stored() if options.stored else Matrix(kept, digest())
+    writes = not options.stored and (options.missing or not options.only)
+    shown: list[Row] = []
+    for row in (
+        rows(chosen, generated=options.workloads, seeds=options.seeds, jobs=jobs, progress=_told) if chosen else ()
+    ):
+        shown.append(row)
+        result = result.replaced(Matrix((row,), result.sample))
+        if writes and (len(shown) % 10 == 0 or row.fault == chosen[-1]):
+            _write_matrix(result, options.output)
+    whole = not options.only or options.missing
     complaints = result.complaints(whole=whole)
-    if whole and not options.stored:
-        options.output.mkdir(parents=True, exist_ok=True)
-        (options.output / "matrix.json").write_text(result.dumps(), encoding="utf-8")
-        (options.output / "matrix.md").write_text(matrix_page.page(result), encoding="utf-8")
     if options.json:
-        _print_json({"holds": not complaints, "complaints": complaints, "rows": [_plain(row) for row in result.rows]})
+        told = [_plain(row) for row in (shown if options.only else result.rows)]
+        _print_json({"holds": not complaints, "complaints": complaints, "rows": told})
         return VIOLATED if complaints else HOLDS
     if options.only:
         print("\n\n".join(_block(row) for row in shown))
@@ -54,6 +57,22 @@ def show_matrix(options: Options) -> int:
     for complaint in complaints:
         print(f"MATRIX: {complaint}")
     return VIOLATED if complaints else HOLDS
+
+
+def _kept_rows(options: Options) -> tuple[Row, ...]:
+    """With ``--missing``: the stored rows that are of today's catalogue, unless the generator makes other workloads by now."""
+    if not options.missing or not (options.output / "matrix.json").exists():
+        return ()
+    cells = Matrix.loads((options.output / "matrix.json").read_text(encoding="utf-8"))
+    if cells.sample != digest():
+        return ()
+    return tuple(row for row in cells.rows if row.fault is None or row.fault in CATALOGUE)
+
+
+def _write_matrix(result: Matrix, folder: Path) -> None:
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / "matrix.json").write_text(result.dumps(), encoding="utf-8")
+    (folder / "matrix.md").write_text(matrix_page.page(result), encoding="utf-8")
 
 
 def show_faults(options: Options) -> int:
@@ -178,7 +197,7 @@ def add_commands(
         "--seeds", metavar="N", type=at_least(0), help="hunts for each fault (default 5, tiny 3); 0: none"
     )
     grid.add_argument("--jobs", metavar="J", type=at_least(1), help="processes (default: one a core)")
-    grid.add_argument("--replace", action="store_true", help="with --only: put these rows into the stored cells")
+    grid.add_argument("--missing", action="store_true", help="keep the rows that are stored; with --only: add to them")
     grid.add_argument("--stored", action="store_true", help="judge the cells of the last whole run; run nothing")
     table.add_argument("--seconds", metavar="S", type=float, default=fault_table.SECONDS, help="for each fault (60)")
     table.add_argument("--seed", metavar="S", type=at_least(0), default=1, help="the same seed runs the same workloads")

@@ -8,8 +8,9 @@ from __future__ import annotations
 import hashlib
 import multiprocessing
 from collections import Counter
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from concurrent.futures import ProcessPoolExecutor
+from contextlib import ExitStack
 
 from engine.trace import Workload
 from properties import corpus
@@ -30,6 +31,7 @@ SEEDS: Mapping[str, int] = {"ledger": 5, "rows": 5, "tiny": 3, "wire": 5}  # hun
 BOUND: Mapping[str, int] = {"ledger": 4000, "rows": 2000, "tiny": 500, "wire": 500}  # workloads until a seed gives up
 
 Progress = Callable[[int, int, str], None]
+_Task = tuple[str | None, str, int | None, int | None]
 
 
 def sample(count: int, rung: str = "ledger") -> list[Workload]:
@@ -43,39 +45,39 @@ def digest(count: int = max(GENERATED.values())) -> str:
     return hashlib.sha256("".join(w.digest() for w in sample(count)).encode()).hexdigest()[:16]
 
 
-def matrix(
+def matrix(faults: Iterable[str], *, generated: int | None = None, seeds: int | None = None, jobs: int = 1) -> Matrix:
+    """The rows of ``faults``; see ``rows``."""
+    return Matrix(tuple(rows(faults, generated=generated, seeds=seeds, jobs=jobs)), digest())
+
+
+def rows(
     faults: Iterable[str],
     *,
     generated: int | None = None,
     seeds: int | None = None,
     jobs: int = 1,
     progress: Progress | None = None,
-) -> Matrix:
-    """Rows for ``faults``, preceded by one row without a fault for each rung among them.
+) -> Iterator[Row]:
+    """Rows for ``faults`` as they are made, those without a fault first, one for each rung among them.
 
     ``generated``: workloads a row beside the corpus. ``seeds``: hunts for each fault. None takes each rung's own number.
     """
     listed = list(faults)
     rungs = sorted({CATALOGUE[fault].rung for fault in listed} or {"ledger"})
-    tasks: list[tuple[str | None, str, int | None, int | None]] = [(None, rung, generated, 0) for rung in rungs]
+    tasks: list[_Task] = [(None, rung, generated, 0) for rung in rungs]
     tasks += [(fault, CATALOGUE[fault].rung, generated, seeds) for fault in listed]
-    if jobs == 1:
-        return Matrix(_rows(map(_task, tasks), len(tasks), progress), digest())
-    context = multiprocessing.get_context("spawn")  # a fork would copy whatever threads the caller has
-    with ProcessPoolExecutor(jobs, mp_context=context) as pool:
-        return Matrix(_rows(pool.map(_task, tasks), len(tasks), progress), digest())
+    with ExitStack() as stack:
+        made: Iterator[Row] = map(_task, tasks)
+        if jobs > 1:
+            context = multiprocessing.get_context("spawn")  # a fork would copy whatever threads the caller has
+            made = stack.enter_context(ProcessPoolExecutor(jobs, mp_context=context)).map(_task, tasks)
+        for number, row in enumerate(made, 1):
+            if progress is not None:
+                progress(number, len(tasks), row.fault or f"no fault on {row.rung}")
+            yield row
 
 
-def _rows(made: Iterable[Row], total: int, progress: Progress | None) -> tuple[Row, ...]:
-    rows: list[Row] = []
-    for row in made:
-        rows.append(row)
-        if progress is not None:
-            progress(len(rows), total, row.fault or f"no fault on {row.rung}")
-    return tuple(rows)
-
-
-def _task(task: tuple[str | None, str, int | None, int | None]) -> Row:
+def _task(task: _Task) -> Row:
     return make_row(*task)
 
 
