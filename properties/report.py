@@ -45,7 +45,7 @@ def report(workload: Workload, run: Run, found: Finding, command: str) -> str:
         held = of_model(shown[-1].after).entries()
         lines += [
             "",
-            f"what it holds after {shown[-1].iteration}",
+            f"what it {when} {shown[-1].iteration}",
             *(f"  {name:{_NAME - 2}}  {text}" for name, text in held if text),
         ]
     if entries:

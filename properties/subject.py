@@ -66,8 +66,8 @@ class Work:
 
 @attrs.frozen
 class Batch:
-    """Everything that one iteration computes. ``copies`` (from, to) of whole blocks are made before the work, in order:
-    for swapping, copy on write, or moving a request together."""
+    """Everything that one iteration computes. ``copies`` (from, to) of whole blocks are made first, one after the other, and
+    also where computing then fails: for copy on write, or to move a request. Swapping out of the pool has no words here."""
 
     work: tuple[Work, ...] = ()
     copies: tuple[tuple[int, int], ...] = ()

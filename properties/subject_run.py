@@ -163,6 +163,7 @@ class Watch:
         self._say("raises", must.plan(batch, self._shape))
         unknown = [work.request for work in batch.work if work.request not in self._known]
         self._say("raises", (f"r{request} is computed, but was never accepted" for request in unknown))
+        self._cache.copy(batch)
         if self._failing:
             self._failing -= 1
             self._raised = True
@@ -172,7 +173,6 @@ class Watch:
         for work in batch.work:
             known = self._known[work.request]
             self._say("tokens", must.tokens(work, known.tokens, known.computed, self._promises))
-        self._cache.copy(batch)
         for work in batch.work:
             self._cache.write(work, self._known[work.request].alone)
         for work in batch.work:
@@ -305,6 +305,7 @@ class Watch:
     def _count(self, step: Mapping[str, Any], after: Mapping[str, Any]) -> None:
         seen = self._occurred
         seen["computed"] += bool(step["chunks"] or step["decodes"])
+        seen["copied"] += bool(self._batch and self._batch.copies)
         seen["ran beside another"] += len(after["rows"]) > 1
         seen["waited"] += bool(after["waiting"])
         seen["chunked"] += sum(not samples for *_, samples in step["chunks"])

@@ -106,7 +106,7 @@ class Slots:
         self._waiting = [ask for ask in self._waiting if ask.request not in self._aborted]
         self._leave(self._aborted)
         self._aborted = set()
-        batch = Batch(tuple(self._plan()))
+        batch = self._batch()
         if batch.work:
             ended += self._compute(batch, compute)
         self._leave({request for request, _ in ended})
@@ -128,6 +128,9 @@ class Slots:
 
     def _need(self, ask: Ask) -> int:
         return -(-(len(ask.prompt) + ask.max_tokens - 1) // self._shape.block_size)  # the last token is never computed
+
+    def _batch(self) -> Batch:
+        return Batch(tuple(self._plan()))
 
     def _plan(self) -> list[Work]:
         decoding = [running for running in self._running if running.decodes]

@@ -14,7 +14,7 @@ import pytest
 from engine.trace import Abort, FailStep, Shape, Submit, Workload, load
 from properties import corpus
 from properties.__main__ import main
-from properties.examples import ours, slots
+from properties.examples import ours, slots, tidy
 from properties.examples.slots import Gaps, Slots
 from properties.faults import CATALOGUE, armed
 from properties.floors import Floors
@@ -41,6 +41,15 @@ def test_the_example_holds_and_reaches_its_floors() -> None:
     assert floors.missed(floors_for(slots.make)) == []
 
 
+def test_one_that_moves_requests_holds_and_moves() -> None:
+    copied = 0
+    for number in range(150):
+        outcome = run_subject(numbered(11, number), tidy.make)
+        assert outcome.first is None, f"workload {number}: {outcome.first}"
+        copied += outcome.occurred["copied"] > 0
+    assert copied >= 5
+
+
 def test_a_scheduler_that_refuses_everything_misses_the_floors() -> None:
     class Closed(Slots):
         def submit(self, ask: Ask) -> None:
@@ -54,12 +63,14 @@ def test_a_scheduler_that_refuses_everything_misses_the_floors() -> None:
     assert any("computed: 0 of 200" in line for line in floors.missed(floors_for(slots.make)))
 
 
-@pytest.mark.parametrize(("fault", "check"), [("unjoined", "drain"), ("greedy", "ledger")])
+@pytest.mark.parametrize(
+    ("fault", "check"), [("slots:unjoined", "drain"), ("slots:greedy", "ledger"), ("tidy:backwards", "writes")]
+)
 def test_the_hunt_finds_the_planted_fault(
     fault: str, check: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """As the README tells it: hunted, shrunk to a few events, replayed with exit status 1, and gone without the fault."""
-    name = f"properties.examples.slots:{fault}"
+    name = f"properties.examples.{fault}"
     hunted = ["hunt", "--minutes", "0.02", "--seed", "1", "--jobs", "1", "--found", str(tmp_path), "--json"]
     assert main([*hunted, "--subject", name]) == 1
     finds = {found["check"]: found["file"] for found in json.loads(capsys.readouterr().out)["finds"]}
@@ -73,7 +84,7 @@ def test_the_hunt_finds_the_planted_fault(
         .splitlines()[-1]
         .startswith(f"replay: python -m properties replay {finds[check]} --subject {name}")
     )
-    assert main(["replay", finds[check], "--subject", "properties.examples.slots:make"]) == 0
+    assert main(["replay", finds[check], "--subject", f"{name.partition(':')[0]}:make"]) == 0
     assert main(["shrink", finds[check], "--subject", name, "--found", str(tmp_path)]) == 1
 
 
