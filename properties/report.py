@@ -42,6 +42,7 @@ def report(workload: Workload, run: Run, found: Finding, command: str) -> str:
     elif facts := _beside(found, entries):
         lines += ["", *_table(f"{found.check} at {found.iteration}", facts, arrows=False)]
     if foreign and shown:
+        when = "holds after" if shown[-1].step else "held before"  # an iteration that was not finished
         held = of_model(shown[-1].after).entries()
         lines += [
             "",
