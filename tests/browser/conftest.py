@@ -22,7 +22,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     )
 
 
-@pytest.fixture(scope="session")
+@pytest.fixture(scope="module")  # and no longer: while it runs, nobody else in this process may run an event loop
 def browser() -> Iterator[Browser]:
     found = next(filter(None, map(shutil.which, NAMES)), None)
     if found is None:
