@@ -25,7 +25,7 @@ from typing import Any
 
 import attrs
 
-from ci.mutation_kill import CONTROL, Job, Verdict, send_armed_words, work
+from ci.mutation_kill import BEFORE_TESTS, CONTROL, Job, Verdict, send_armed_words, work
 from ci.mutation_points import Mutant, draw, mutants
 
 STORED = Path("ci/mutants.json")
@@ -223,7 +223,8 @@ def readable(outcome: Outcome) -> str:
         f"- {outcome.population} mutants, {len(results)} drawn with seed {outcome.seed}.",
         f"- {len(killed)} ({len(killed) / len(results):.1%}) killed by the corpus and {outcome.workloads} generated workloads: "
         f"{len(killed) - late} by the corpus, {late} by a generated workload.",
-        f"- {len(by_tests)} more killed by the unit tests of control, {len(alive)} equivalent.",
+        f"- {len(by_tests)} more killed by the unit tests of control (run after {BEFORE_TESTS} of the workloads), "
+        f"{len(alive)} equivalent.",
         f"- Processor time to a kill, start and imports included: median {_at(seconds, 0.5):.1f} s, "
         f"95 % within {_at(seconds, 0.95):.1f} s, longest {_at(seconds, 1.0):.1f} s.",
         "",
