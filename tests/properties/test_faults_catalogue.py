@@ -28,7 +28,6 @@ NO_FAULT = {
     "1.7": "outside the model: the server runs max_tokens 0 as 1",
     "3.6": "about the driver: an idle server makes no iterations",
     "5.2": "a consequence of 8.2 and 9.3",
-    "7.5": "a consequence of 7.3; what compute does with a move is the rows rung's",
     "11.7": "no workload asks for prompt logprobs; tests/control and tests/engine do",
     "11.8": "a consequence of 11.4, 11.6 and 8.5",
 }
