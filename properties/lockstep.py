@@ -35,6 +35,8 @@ from properties.solo import AffineOracle, Oracle
 from properties.solo_text import SILENT, Script, script
 from properties.tally import Caller, Totals, judge
 
+LINGERS = 32  # iterations that an engine may go on alone before the judging of all checks ends: nothing new comes of it
+
 
 @attrs.frozen
 class Step:
@@ -120,6 +122,7 @@ class Lockstep:
         self._model = model_of(workload.shape)
         self._limit = limit(workload)
         self._iteration = 0
+        self._over_for = 0  # iterations since the specification had no work left
         self._submitted = 0
         self._failing = 0
         self._events: list[str] = []
@@ -258,9 +261,10 @@ class Lockstep:
                 self._forget(request)
         if self._iteration == self._until:
             raise Stop
-        if self._iteration >= self._limit:
+        self._over_for = 0 if self._model.has_work else self._over_for + 1
+        if self._iteration >= self._limit or (self._judge_all and self._over_for > LINGERS):
             if self._watching("drain"):
-                self._found(Finding("drain", self._iteration, f"work is left after {self._limit} iterations"))
+                self._found(Finding("drain", self._iteration, f"work is left after {self._iteration} iterations"))
             raise Stop
 
     # Comparing ---------------------------------------------------------------------------------------------------
