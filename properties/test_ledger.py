@@ -1,7 +1,7 @@
 """The hunt on the ledger rung: real control, stub runner, every workload in lockstep with the specification.
 
 One property, in shards, because one property keeps only one worker busy; the shards draw different workloads. The corpus
-runs first in each of them, as explicit examples.
+runs first, as explicit examples, each in one of the shards.
 """
 
 from __future__ import annotations
@@ -23,7 +23,8 @@ PROFILE = current()
 @PROFILE.settings
 @given(w=workloads())
 def test_the_engine_follows_the_specification(w: Workload, shard: int, harness: Harness) -> None:
-    harness.judge(w, f"ledger-{shard}")
+    if not w.title or int(w.digest(), 16) % PROFILE.shards == shard:
+        harness.judge(w, f"ledger-{shard}")
 
 
 for _name, _workload in corpus.workloads().items():

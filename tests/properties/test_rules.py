@@ -1,0 +1,93 @@
+"""The rule-based generator: what it records replays unchanged, every rule gets its turn, and a fault in reach becomes a file."""
+
+from __future__ import annotations
+
+from collections import Counter
+from pathlib import Path
+from typing import ClassVar
+
+import pytest
+from hypothesis import HealthCheck, Phase, settings
+from hypothesis.stateful import run_state_machine_as_test
+
+from engine.trace import Workload, load
+from properties.conftest import Harness
+from properties.floors import Boards
+from properties.lockstep import run
+from properties.machine import Rules
+from properties.trial import Trial
+
+FIXED = settings(
+    max_examples=60,
+    stateful_step_count=25,
+    derandomize=True,
+    database=None,
+    deadline=None,
+    phases=(Phase.generate, Phase.shrink),
+    suppress_health_check=[HealthCheck.too_slow, HealthCheck.filter_too_much],
+)
+RULES = {
+    "submit",
+    "submit_up_to_a_border",
+    "submit_what_is_cached",
+    "ask_again",
+    "abort_the_one_that_prefills",
+    "abort_one_that_was_preempted",
+    "abort_one_that_decodes",
+    "fail_while_one_prefills",
+}
+
+
+def test_recorded_events_replay_unchanged_and_every_rule_gets_its_turn() -> None:
+    happened: Counter[str] = Counter()
+
+    class Recording(Rules):
+        chosen: ClassVar[Counter[str]] = Counter()
+
+        def judge(self, workload: Workload) -> None:
+            self.drain()
+            outcome = run(workload, make_rung=None)
+            assert [step.after for step in outcome.steps] == self.states
+            happened.update(+outcome.occurred)
+
+    run_state_machine_as_test(Recording, settings=FIXED)
+    assert set(Recording.chosen) == RULES
+    for name in ("prefilling", "decoding", "preempted"):
+        assert happened[f"aborted while {name}"]
+    assert happened["full hit"]
+    assert happened["duplicate published"]
+
+
+def test_a_recording_that_waits_too_little_is_noticed() -> None:
+    class Hasty(Rules):
+        chosen: ClassVar[Counter[str]] = Counter()
+
+        def judge(self, workload: Workload) -> None:
+            self.drain()
+            assert [step.after for step in run(workload, make_rung=None).steps] == self.states
+
+        def _wait(self) -> int:
+            return super()._wait() // 2
+
+    with pytest.raises(AssertionError):
+        run_state_machine_as_test(Hasty, settings=settings(FIXED, phases=(Phase.generate,)))
+
+
+def test_a_fault_becomes_a_file_that_replays(tmp_path: Path) -> None:
+    harness = Harness("P01", tmp_path, Boards())
+
+    class Armed(Rules):
+        chosen: ClassVar[Counter[str]] = Counter()
+
+        def judge(self, workload: Workload) -> None:
+            harness.judge(workload, "rules", counts=False)
+
+    with pytest.raises(AssertionError, match="replay: python -m properties replay"):
+        run_state_machine_as_test(Armed, settings=FIXED)
+    (path,) = tmp_path.glob("rules-*.json")
+    saved = load(path)
+    assert saved.fault == "P01"
+    assert len(saved.events) <= 4, "shrunk"
+    assert Trial(fault="P01").run(saved).first is not None
+    assert Trial().run(saved).first is None
+    assert not list(harness.boards), "its workloads do not count for the floors"
