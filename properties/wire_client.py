@@ -151,7 +151,7 @@ class Client:
             else:
                 text, tokens = caller.text.told(generated), generated
             mine = self.texts[at]
-            behind = not self.reads or cut or (not self.streams and not ended)
+            behind = not self.reads or (not self.streams and (cut or not ended))
             if mine != text and not (behind and text.startswith(mine)):
                 pairs.append((f"text sent of r{request}", ascii(mine), ascii(text)))
             if len(self.tokens[at]) != tokens and not (behind and len(self.tokens[at]) < tokens):

@@ -26,7 +26,7 @@ from engine.control.plan import Sampled
 from engine.control.record import Finished, StepRecord
 from engine.request import InvalidRequest, SamplingParams
 from server.errors import ApiError
-from server.live import Choice, Generation
+from server.live import Choice, Generation, failure
 
 if TYPE_CHECKING:
     from engine.engine import Engine
@@ -341,7 +341,7 @@ class Bridge:
         piece = ""
         if choice.stops_in_commit:
             try:
-                if end is not None:
+                if end is not None and failure(end) is None:
                     choice.text.finish()
                 piece = choice.text.take()
             except Exception as error:

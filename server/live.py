@@ -77,7 +77,7 @@ class Choice:
                     self.text.push(sampled.token, False)
                 if start + SLICE < len(spoken):
                     await asyncio.sleep(0)
-            if end is not None:
+            if end is not None and failure(end) is None:  # a failure leaves untold what was held
                 self.text.finish()
             pieces.append(self.text.take())
         return Delta(self.index, "".join(pieces), tuple(tokens), end)
@@ -151,8 +151,8 @@ class Generation:
                 continue
             self._changed.clear()
             deltas = [delta for choice in self.choices if (delta := await choice.take())]
-            good = [delta for delta in deltas if failure(delta.end) is None]
-            if good:
+            good = [delta if failure(delta.end) is None else attrs.evolve(delta, end=None) for delta in deltas]
+            if good := [delta for delta in good if delta.text or delta.tokens or delta.end]:
                 yield good
             for delta in deltas:
                 if (error := failure(delta.end)) is not None:

@@ -241,5 +241,20 @@ FAULTS = in_area(
         line(_SHAPE, "_chunk", "{**self._head, ", '{**self._head, "id": uuid.uuid4().hex, '),
         source="open-webui/open-webui#23922",
     ),
+    F(
+        "V29",
+        "a failure swallows what a slow reader has not read yet",
+        ("stream",),
+        line(_GENERATION, "news", "attrs.evolve(delta, end=None)", 'attrs.evolve(delta, end=None, text="", tokens=())'),
+        needs="failed step",
+    ),
+    F(
+        "V30",
+        "a failure tells what was still uncertain of the text",
+        ("stream",),
+        line(_CHOICE, "take", "end is not None and failure(end) is None", "end is not None"),
+        rules=("13.6",),
+        needs="failed step",
+    ),
     rung="wire",
 )

@@ -149,6 +149,14 @@ def test_a_slow_reader_gets_everything_later_in_fewer_pieces() -> None:
     assert len(ran.steps) == 9  # and the engine did not wait for it
 
 
+def test_a_slow_reader_gets_what_came_before_a_failure() -> None:
+    ran, _, (client,) = watched(Workload(SHAPE, (replace(ONE, client="stalls"), FailStep(4, 1))))
+    assert ran.first is None
+    assert client.errors == ["engine_error"]
+    assert client.tokens[0] == ran.callers[0].delivered
+    assert len(client.tokens[0]) == 4
+
+
 def test_refusals_keep_the_numbers_of_both_sides_together() -> None:
     """A refusal before the queue uses no number of the engine, one by the queue does; on both sides all of them count."""
     tight = replace(SHAPE, rows=1, max_waiting=2, max_model_len=32)
