@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import NoReturn
 
 from engine.trace import FormatError
-from properties import commands, fault_commands, scope_command
+from properties import commands, fault_commands, law_commands, scope_command
 from properties.experiments import UNLIMITED
 from properties.faults import CATALOGUE, Faded
 from properties.rungs import RUNGS, Unavailable
@@ -179,6 +179,7 @@ def _searches(names: argparse._SubParsersAction[Parser]) -> None:
     _subject(hunt)
     _found(hunt)
     fault_commands.add_commands(lambda *told: _command(names, *told), _at_least)
+    law_commands.add_commands(lambda *told: _command(names, *told), _at_least)
     scope_command.add_commands(lambda *told: _command(names, *told), _at_least)
 
 
