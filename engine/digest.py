@@ -41,4 +41,5 @@ def digest(record: StepRecord) -> str:
 
 
 def _ends(ends: tuple[Finished, ...]) -> list[tuple[int, str]]:
-    return [(end.request, end.reason) for end in ends]
+    """An answer that stopped and one that reached its length ended alike: which it was is the tokens' doing."""
+    return [(end.request, "answered" if end.reason in ("stop", "length") else end.reason) for end in ends]

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import secrets
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Protocol
 
 import attrs
 
@@ -72,8 +72,23 @@ def choice_seed(seed: int, choice: int) -> int:
     return (z ^ (z >> 31)) >> 1  # non-negative, so that it can be sent back as a seed
 
 
+class Tap(Protocol):
+    """Is told of every event and iteration, in their order, on the thread that owns the engine; decides nothing."""
+
+    def submitted(self, submission: Submission, n: int, requests: Sequence[int] | None) -> None:
+        """``requests`` are the ids given out; None when the door refused all ``n``."""
+        ...
+
+    def aborted(self, request: int) -> None: ...
+
+    def stepped(self, record: StepRecord) -> None: ...
+
+
 class Engine:
-    """A scheduler and a runner. ``Engine.from_config`` loads a model; tests hand in their own parts."""
+    """A scheduler and a runner. ``Engine.from_config`` loads a model; tests hand in their own parts.
+
+    ``tap`` may be set before the first event: a recorder.
+    """
 
     def __init__(
         self,
@@ -92,6 +107,7 @@ class Engine:
         self._seed = seed
         self._model = model
         self._capacity = tuple(capacity)
+        self.tap: Tap | None = None
 
     @classmethod
     def from_config(cls, config: EngineConfig, progress: Progress | None = None) -> Engine:
@@ -162,13 +178,20 @@ class Engine:
             takes_hits=takes_hits,
         )
         try:
-            return Submitted(self.scheduler.submit(submission, params.n), seeds)
+            requests = self.scheduler.submit(submission, params.n)
         except Refusal as refusal:
+            if self.tap is not None:
+                self.tap.submitted(submission, params.n, None)
             raise Rejected(refusal) from None
+        if self.tap is not None:
+            self.tap.submitted(submission, params.n, requests)
+        return Submitted(requests, seeds)
 
     def abort(self, request_id: int) -> None:
         """Takes effect in the next iteration. Unknown, finished or repeated: no effect."""
         self.scheduler.abort(request_id)
+        if self.tap is not None:
+            self.tap.aborted(request_id)
 
     # Iterations --------------------------------------------------------------------------------------------------
 
@@ -178,6 +201,12 @@ class Engine:
 
     def step(self) -> StepRecord:
         """One iteration. A step that raises ends the requests of its plan with reason ``error``; the engine goes on."""
+        record = self._iterate()
+        if self.tap is not None:
+            self.tap.stepped(record)
+        return record
+
+    def _iterate(self) -> StepRecord:
         plan = self.scheduler.plan()
         try:
             sampled = self.runner.execute(plan)

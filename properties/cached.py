@@ -7,16 +7,25 @@ its child. A hash that stands for two contents, as when it leaves out its parent
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+
 from engine.control.prefix import BlockKey, root
 from engine.control.record import Ledger
+from engine.trace import Submit, Workload
 
 Content = tuple[str | None, tuple[int, ...]]
-SALTS = (None, "s1", "s2")  # those that the workloads use
+
+
+def salts_of(workload: Workload) -> list[str | None]:
+    """The salts that a workload uses, none included."""
+    return [None, *sorted({event.salt for event in workload.events if isinstance(event, Submit) and event.salt})]
 
 
 class Contents:
-    def __init__(self) -> None:
-        self._known: dict[bytes, Content] = {root(salt): (salt, ()) for salt in SALTS}
+    """``salts``: all that a run may use, None for no salt."""
+
+    def __init__(self, salts: Iterable[str | None]) -> None:
+        self._known: dict[bytes, Content] = {root(salt): (salt, ()) for salt in salts}
         self._named: dict[int, tuple[BlockKey, object]] = {}  # block: its key, and the name of that
 
     def name(self, ledger: Ledger) -> dict[int, object]:

@@ -20,6 +20,7 @@ from properties.finds import keep, replay_command
 from properties.hunt import Hunted, hunt
 from properties.lockstep import run
 from properties.pictures import draw
+from properties.recording import compare
 from properties.report import LEGEND, report, timeline
 from properties.rungs import RUNGS
 from properties.shrink import shrink
@@ -33,13 +34,15 @@ def replay(options: Options) -> int:
     workload = load(options.file)
     trial = _trial(options)
     outcome = trial.run(workload, until=options.until)
-    found = outcome.first
+    found = outcome.first or compare(workload, outcome)
     again = trial.command(options.file, found)
     written = draw(options, workload, outcome, again)
     if options.json:
         _print_json({"holds": found is None, "iterations": len(outcome.steps), **_finding(found), **written})
     elif found is None:
         print(f"holds: {len(outcome.steps)} iterations, {len(outcome.callers)} accepted requests")
+        if workload.digests:
+            print(f"{min(len(outcome.steps), len(workload.digests))} of them decided as they were recorded")
     else:
         print(report(workload, outcome, found, again))
     _say_written(options, written)

@@ -25,7 +25,7 @@ from engine.control.request import Refusal
 from engine.trace import VOCAB, Shape, Submit, Workload, prompt_tokens
 from model_sim.model import Model, Refused
 from properties import diff
-from properties.cached import Contents
+from properties.cached import Contents, salts_of
 from properties.checks import ALL, Fact, Finding, finding
 from properties.occurrences import Occurrences
 from properties.play import Stop, play
@@ -132,7 +132,7 @@ class Lockstep:
         self._answers: dict[int, range] = {}  # all choices of the submission that a request is one of
         self._over: set[int] = set()  # ended, or asked to
         self._totals = Totals()
-        self._contents = Contents()
+        self._contents = Contents(salts_of(workload))
         self._occurrences = Occurrences(workload.shape)
         self._state: dict[str, Any] = self._model.state()
 

@@ -30,6 +30,7 @@ _SIMPLEST: dict[str, Any] = {
 
 def shrink(workload: Workload, fails: Fails, *, budget: int = 5000) -> tuple[Workload, int]:
     """The smallest workload found that still fails, and how many were tried. ``budget`` bounds the tries."""
+    workload = replace(workload, digests=())  # of the run as it was recorded, and of no smaller one
     tries = 0
     smaller = True
     while smaller:

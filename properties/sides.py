@@ -115,7 +115,8 @@ def of_engine(ledger: Ledger, contents: Contents) -> Side:
 
 def sides(steps: Sequence[Step]) -> Iterator[tuple[Step, Side | None, Side]]:
     """Each iteration with the engine's side (None where it did not step) and the specification's."""
-    contents = Contents()
+    salts = {salt for step in steps for salt, _ in step.after.get("published", {}).values()}
+    contents = Contents([None, *sorted(salts - {None})])
     for step in steps:
         mine = None if step.ledger is None else of_engine(step.ledger, contents)
         yield step, mine, of_model(step.after)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import time
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
@@ -13,10 +14,12 @@ from engine.engine import Engine
 from server import errors, generate_api, info_api, openai_api
 from server.asgi import FrontDoor
 from server.bridge import Bridge
+from server.check import Checker
 from server.context import Context
 from server.fields import FieldJudge
 from server.metrics import Metrics
 from server.prompts import Desk
+from server.record import Recorder
 from server.settings import ServerSettings
 
 
@@ -31,17 +34,22 @@ def create_app(engine: Engine, settings: ServerSettings | None = None) -> FastAP
 def create_lazy_app(make: Callable[[], Engine], settings: ServerSettings | None = None) -> FastAPI:
     """As ``create_app``, but ``make`` builds the engine after start-up, on its thread; until then requests get 503."""
     settings = settings or ServerSettings()
-    metrics = Metrics(settings.metrics_prefix)
+    checker = Checker(settings.check, settings.check_interval)
+    metrics = Metrics(settings.metrics_prefix, checker=checker)
+    recorder: Recorder | None = None
 
     def make_and_measure() -> Engine:
+        nonlocal recorder
         engine = make()
+        if settings.record is not None:
+            recorder = engine.tap = Recorder(engine.limits, settings.record)
         metrics.model_name = (*settings.served_model_name, engine.model.name)[0]
         metrics.start(engine)
         return engine
 
     context = Context(
         settings=settings,
-        bridge=Bridge(make_and_measure, sinks=[metrics]),
+        bridge=Bridge(make_and_measure, sinks=[metrics], checker=checker),
         metrics=metrics,
         desk=Desk(),
         judge=FieldJudge(),
@@ -55,6 +63,8 @@ def create_lazy_app(make: Callable[[], Engine], settings: ServerSettings | None 
         await context.bridge.drain(0.0)
         await context.bridge.stop()
         context.desk.close()
+        if recorder is not None:
+            await asyncio.to_thread(recorder.write)
 
     app = FastAPI(
         title="Lockstep",

@@ -19,6 +19,7 @@ from prometheus_client.registry import Collector
 from engine.control.counters import Counters
 from engine.control.record import StepRecord
 from server.bridge import StepTimes
+from server.check import Checker
 
 if TYPE_CHECKING:
     from engine.engine import Engine
@@ -119,8 +120,9 @@ class Reading:
 class Metrics:
     """A sink of the bridge. ``model_name`` may be anything; the exposition format escapes it."""
 
-    def __init__(self, prefix: str = "lockstep", model_name: str = "") -> None:
+    def __init__(self, prefix: str = "lockstep", model_name: str = "", checker: Checker | None = None) -> None:
         self.prefix = prefix
+        self.checker = checker or Checker()
         self.model_name = model_name
         self.reading = Reading()
         self.registry = CollectorRegistry()
@@ -182,6 +184,7 @@ class _Readings(Collector):
     def collect(self) -> Iterator[Metric]:
         reading = self._metrics.reading
         counters = reading.counters
+        checker = self._metrics.checker
         used = reading.blocks - reading.free_blocks
         yield self._gauge("num_requests_running", "Requests that hold a row.", reading.running)
         yield self._gauge("num_requests_waiting", "Requests in the queue, preempted ones included.", reading.waiting)
@@ -199,6 +202,9 @@ class _Readings(Collector):
             ("row_moves", "Requests relabelled by compaction.", counters.row_moves),
             ("recomputed_tokens", "Tokens computed again after a preemption.", counters.recomputed_tokens),
             ("failed_steps", "Iterations whose computation raised.", counters.failed_steps),
+            ("invariant_checks", "Audits of the engine between iterations.", checker.checks),
+            ("invariant_violations", "What those audits found.", checker.violations),
+            ("invariant_check_seconds", "What they took.", checker.seconds),
             ("requests_aborted", "Requests ended by their client or by a shutdown.", counters.finished["abort"]),
         ):
             yield self._total(name, text, (), {(): value})
@@ -222,7 +228,7 @@ class _Readings(Collector):
             family.add_metric([self._metrics.model_name, "0", state], value)
         return family
 
-    def _total(self, name: str, text: str, labels: tuple[str, ...], values: Mapping[_Key, int]) -> Metric:
+    def _total(self, name: str, text: str, labels: tuple[str, ...], values: Mapping[_Key, float]) -> Metric:
         """A counter; Prometheus' text format adds ``_total`` to its name."""
         family = CounterMetricFamily(f"{self._metrics.prefix}:{name}", text, labels=["model_name", "engine", *labels])
         for key, value in values.items():

@@ -19,7 +19,8 @@ from server.settings import ServerSettings
 _MODEL = Group("Model", sort_key=1)
 _MEMORY = Group("Memory and batching", sort_key=2)
 _HTTP = Group("HTTP", sort_key=3)
-_OTHER = Group("Other", sort_key=4)
+_CHECK = Group("Checking", sort_key=4)
+_OTHER = Group("Other", sort_key=5)
 
 
 def _flag(group: Group, help_text: str, **more: Any) -> Parameter:
@@ -100,6 +101,22 @@ class Options:
     metrics_prefix: Annotated[str, _flag(_HTTP, "Prefix of the metrics' names; vllm makes its dashboards work.")] = (
         "lockstep"
     )
+
+    check: Annotated[
+        str,
+        _flag(
+            _CHECK, "off, log or raise: audit the engine's own invariants between iterations, and what then happens."
+        ),
+    ] = "off"
+    check_interval: Annotated[int, _flag(_CHECK, "Audit after every so many iterations.")] = 1
+    record: Annotated[
+        Path | None,
+        _flag(
+            _CHECK,
+            "Write the run to this file as a workload, when the server ends: lengths, common prefixes and stops, no "
+            "text. python -m properties replay runs it again in lockstep.",
+        ),
+    ] = None
 
     log_level: Annotated[str, _flag(_OTHER, "debug, info, warning or error.")] = "info"
     log_format: Annotated[str, _flag(_OTHER, "text or json.")] = "text"

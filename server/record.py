@@ -131,7 +131,8 @@ class Recorder:
                 sent = self._open.pop(end.request, None)
                 if sent is not None and end.reason == "stop" and end.facts is not None:
                     count = end.facts.generated_tokens
-                    self._events[sent.at] = replace(sent.event, stop_at=count, min_tokens=count)
+                    # Tokens are others when this is replayed: whether one of them stops it or not, it ends here.
+                    self._events[sent.at] = replace(sent.event, stop_at=count, min_tokens=count, max_tokens=count)
             for end in record.aborted:
                 self._open.pop(end.request, None)
             self._digests.append(digest(record))

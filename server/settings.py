@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import re
+from pathlib import Path
 
 import attrs
 
 from engine.config import ConfigError
+from server.check import MODES
 
 LOG_LEVELS = ("debug", "info", "warning", "error")
 LOG_FORMATS = ("text", "json")
@@ -19,7 +21,8 @@ class ServerSettings:
 
     ``served_model_name``: the names that requests may use; empty means the model's own name. ``api_keys``: with any,
     every path but /health, /ready and /version asks for one. ``ping_interval``: a silent stream sends an SSE comment
-    this often. ``stall_timeout``: an iteration that runs longer makes /health answer 503.
+    this often. ``stall_timeout``: an iteration that runs longer makes /health answer 503. ``check``: see server/check.py;
+    ``record``: see server/record.py.
     """
 
     host: str = "127.0.0.1"
@@ -33,11 +36,14 @@ class ServerSettings:
     drain_timeout: float = 30.0
     stall_timeout: float = 60.0
     ping_interval: float = 15.0
+    check: str = "off"
+    check_interval: int = 1
+    record: Path | None = None
 
     def __attrs_post_init__(self) -> None:
         if not 0 <= self.port <= 65535:
             raise ConfigError("port", f"port is {self.port}, but must be in 0..65535")
-        for field, allowed in (("log_level", LOG_LEVELS), ("log_format", LOG_FORMATS)):
+        for field, allowed in (("log_level", LOG_LEVELS), ("log_format", LOG_FORMATS), ("check", MODES)):
             if getattr(self, field) not in allowed:
                 raise ConfigError(
                     field, f"{field} is {getattr(self, field)!r}, but must be one of {', '.join(allowed)}"
@@ -54,6 +60,10 @@ class ServerSettings:
         for field in ("drain_timeout", "stall_timeout", "ping_interval"):
             if not 0 <= getattr(self, field) <= 86400:
                 raise ConfigError(field, f"{field} is {getattr(self, field)}, but must be in 0..86400 seconds")
+        if not 1 <= self.check_interval <= 10**9:
+            raise ConfigError("check_interval", f"check_interval is {self.check_interval}, but must be at least 1")
+        if self.record is not None and not self.record.parent.is_dir():
+            raise ConfigError("record", f"record is {str(self.record)!r}, but there is no folder {self.record.parent}")
         if any(not name for name in self.served_model_name):
             raise ConfigError("served_model_name", "served_model_name holds an empty name")
         if any(not key for key in self.api_keys):

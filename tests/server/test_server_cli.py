@@ -245,7 +245,7 @@ def test_ctrl_c_idle_and_sigterm_while_loading(running: Running) -> None:
         status, _, err = finish(process)
         assert status == 0, err
         assert "Traceback" not in err
-        assert time.monotonic() - began < 5
+        assert time.monotonic() - began < 25  # below the drain time, and above what a busy machine needs
 
 
 def test_two_signals_at_once_end_at_once_and_quietly(folder: Path) -> None:
