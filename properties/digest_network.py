@@ -26,7 +26,7 @@ I64 = npt.NDArray[np.int64]
 _SHIFT_29, _SHIFT_32 = np.uint64(29), np.uint64(32)
 _FACTOR, _NEXT, _TOKEN, _PLACE = (np.uint64(value) for value in (FACTOR, NEXT, TOKEN, PLACE))
 _VOCAB = np.uint64(VOCAB)
-STEP_DOWN = 1e4  # between one token's logit and the next likely one's: more than any temperature or noise makes up for
+STEPS = 30  # likelihoods that are told apart, far more than a request can mask
 
 
 class DigestPool:
@@ -63,9 +63,7 @@ class DigestNetwork:
         self._lanes: I64 = lanes
         self._blocks, self._offsets = lanes // sizes.block_size, lanes % sizes.block_size
         self._places: U64 = lanes.astype(np.uint64) * _PLACE
-        self._ladder = torch.from_numpy(
-            ((np.arange(VOCAB)[:, None] - np.arange(VOCAB)[None, :]) % VOCAB * -STEP_DOWN).astype(np.float32).T.copy()
-        )
+        self._ladder = torch.from_numpy(ladder())
         self._logits = torch.empty((max(sizes.rows, sizes.prefill_samples), VOCAB), dtype=torch.float32)
 
     def decode(self, do: Do, step: Tokens, tables: Tensor) -> Tensor:
@@ -122,6 +120,15 @@ class DigestNetwork:
             visible = span.start + at - span.first
             total = total + read(int(held[cells[visible]]), visible) & MASK
             totals[at] = total
+
+
+def ladder() -> npt.NDArray[np.float32]:
+    """Logits [likeliest token, token]: likelihood falls from the likeliest upwards, and around. Each step is ten times the one
+    before and the first is large, so that no temperature, noise, bias or penalty changes the order; only a mask does."""
+    tokens = np.arange(VOCAB)
+    place = (tokens[None, :] - tokens[:, None]) % VOCAB
+    below = -1e4 * 10.0 ** np.minimum(place - 1, STEPS)
+    return np.where(place == 0, 0.0, below).astype(np.float32)
 
 
 def _mix(x: U64) -> U64:

@@ -74,6 +74,7 @@ class DigestWatch:
         self._rows[:] = POISON
         self._held = self._rows.copy()  # as it must be
         self._chains: dict[int, Chain] = {}
+        self._published: dict[int, object] = {}  # contents that were found true; unchanged cells keep them so
         self._known: Mapping[int, Known] = {}
         self._after: Mapping[str, Any] = {}
 
@@ -97,7 +98,9 @@ class DigestWatch:
         trash = slice(self._cells, None)
         wrote = bool((self._rows[trash, 1] == self._network.stamp).any())
         held[trash] = self._rows[trash]
-        facts = self._untrue() if np.array_equal(self._rows, held) else self._differing(expected)
+        facts = self._differing(expected)
+        if not facts:
+            facts = [*self._untrue(), *self._misnamed()]
         if wrote != expected.padded and not expected.failed:
             said = ("written", "untouched")
             facts.append(Fact("trash block", *(said if wrote else said[::-1])))
@@ -111,6 +114,8 @@ class DigestWatch:
         return chain.digests
 
     def _differing(self, expected: Touched) -> list[Fact]:
+        if np.array_equal(self._rows, self._held):
+            return []
         wrong = np.flatnonzero((self._rows != self._held).any(axis=1))
         return [
             Fact(
@@ -136,6 +141,21 @@ class DigestWatch:
                 held = (f"{self._rows[cells[position], 0] & 0xFFFFFFFF:08x}", f"{digests[position] & 0xFFFFFFFF:08x}")
                 untrue.append(Fact(place(int(cells[position]), self._block_size, owner), *held))
         return untrue
+
+    def _misnamed(self) -> list[Fact]:
+        """Published blocks that do not hold what they are published as."""
+        wrong: list[Fact] = []
+        published = self._after.get("published", {})
+        for block, content in published.items():
+            if self._published.get(block) == content:
+                continue
+            _, tokens = content
+            cells = slice(block * self._block_size, (block + 1) * self._block_size)
+            digests = np.array(Chain(tokens).digests[-self._block_size :], dtype=np.uint64).view(np.int64)
+            if not np.array_equal(self._rows[cells, 0], digests):
+                wrong.append(Fact(f"published block {block}", "other digests", f"those of {list(tokens)}"))
+        self._published = dict(published)
+        return wrong
 
 
 def _signed(number: int) -> int:

@@ -9,14 +9,15 @@ import pytest
 import torch
 
 from engine.compute.network import Sizes, Span, Tokens
-from engine.control.plan import Sampled
+from engine.compute.sampler import Sampler
+from engine.control.plan import Sampled, Seat
 from engine.request import SamplingParams, SamplingSpec
 from engine.trace import VOCAB, Shape, Submit, prompt_tokens
-from properties.digest_network import DigestNetwork, _mix
+from properties.digest_network import DigestNetwork, _mix, ladder
 from properties.digests import Chain, allowed, mix
 from properties.rung_rows import DigestOracle
 from properties.rung_tiny import SoloOracle
-from properties.sampled import Sampling
+from properties.sampled import STYLES, Sampling
 from properties.solo_transformer import Question, SoloRunner, alone, tiny_model
 from tests.properties.naive_forward import naive_logits
 
@@ -127,3 +128,16 @@ def test_choices_of_the_solo_oracle_have_seeds_of_their_own() -> None:
     told = [[oracle.token(request, k) for k in range(6)] for request in range(3)]
     assert len({tuple(tokens) for tokens in told}) == 3
     assert stops == {tokens[2] for tokens in told}
+
+
+@pytest.mark.parametrize("style", range(len(STYLES)))
+@pytest.mark.parametrize("temperature", [0.0, 0.8, 1.5, 100.0])
+def test_nothing_but_a_mask_changes_the_order_of_digest_logits(style: int, temperature: float) -> None:
+    """Whatever a request asks of the sampler, though its prompt holds the likely tokens and so is penalised for them."""
+    sampler = Sampler(1, VOCAB)
+    prompt = (3, 4, 5, 5, 6)
+    sampler.seat(Seat(0, 0, prompt, len(prompt), (), Sampling(temperature, 9, 2, (3, 4, 6), style).spec))
+    logits = torch.from_numpy(ladder()[[3]])
+    assert [one.token for one in sampler.sample(logits, [0], [5])] == [allowed(3, [3, 4, 6])] == [5]
+    assert [one.token for one in sampler.sample(logits, [0], [6])] == [5]
+    assert [one.token for one in sampler.sample(logits, [0], [7])] == [3]  # min_tokens is over
