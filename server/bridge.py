@@ -25,6 +25,7 @@ import structlog
 from engine.control.plan import Sampled
 from engine.control.record import Finished, StepRecord
 from engine.request import InvalidRequest, SamplingParams
+from server.check import Checker
 from server.errors import ApiError
 from server.live import Choice, Generation, failure
 
@@ -75,8 +76,11 @@ class Bridge:
     its.
     """
 
-    def __init__(self, make: Callable[[], Engine], *, sinks: Sequence[Sink] = ()) -> None:
+    def __init__(
+        self, make: Callable[[], Engine], *, sinks: Sequence[Sink] = (), checker: Checker | None = None
+    ) -> None:
         self._make = make
+        self._checker = checker or Checker()
         self._sinks = tuple(sinks)
         self._broken_sinks: set[int] = set()
         self._engine: Engine | None = None
@@ -249,6 +253,7 @@ class Bridge:
             if record.error is not None:
                 log.error("a step failed", iteration=record.iteration, error=record.error, ended=len(record.finished))
             self._publish(engine, record)
+            self._checker.after(engine, record.iteration)
         return True
 
     def apply(self, *, wait: bool = False) -> bool:
