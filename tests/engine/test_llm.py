@@ -180,6 +180,34 @@ def test_facts(llm: LLM) -> None:
     assert all(one.generated_tokens == 12 and one.replayed_steps > 0 for one in facts if one)
 
 
+@pytest.mark.parametrize("cache", [True, False])
+def test_the_prefix_cache(cache: bool) -> None:
+    """What was asked before is found, under the same salt only; the answers are those of an engine without a cache."""
+    llm = make(num_kv_blocks=48, enable_prefix_caching=cache)
+    ids = [list(range(3, 12)), list(range(40, 45))]
+    cold, warm, salted = (llm.generate(ids, GREEDY, salt=salt) for salt in (None, None, "other"))
+    assert [output.cached_tokens for output in cold + warm + salted] == [0, 0, *([8, 4] if cache else [0, 0]), 0, 0]
+    assert (
+        tokens(cold)
+        == tokens(warm)
+        == tokens(salted)
+        == tokens(make(enable_prefix_caching=False).generate(ids, GREEDY))
+    )
+    assert "".join(llm.stream(ids[0], GREEDY, salt="other")) == cold[0].text
+    assert llm.engine.counters.prefix_hit_tokens == (20 if cache else 0)
+    assert dict(llm.engine.capacity())["prefix cache"] == ("on" if cache else "off")
+    assert_clean(llm)
+
+
+@pytest.mark.parametrize("salt", ["", "x" * 257, 5])
+def test_a_bad_salt_is_refused_before_anything_runs(llm: LLM, salt: Any) -> None:
+    with pytest.raises(InvalidRequest, match=r"^prompt 0: salt .*1 to 256") as refused:
+        llm.generate(TEXTS, GREEDY, salt=salt)
+    assert refused.value.param == "salt"
+    with pytest.raises(InvalidRequest, match=r"^salt "):
+        llm.engine.submit([3], GREEDY, salt=salt)
+
+
 def test_a_failed_step_ends_answers_with_error(monkeypatch: pytest.MonkeyPatch) -> None:
     llm = make()
     expected = tokens(llm.generate(TEXTS, GREEDY))
