@@ -43,7 +43,11 @@ def assemble(
 ) -> Engine:
     """An engine around a model that is loaded already; ``weights`` lets engines of one model share what was made of it."""
     if weights is None:
+        if progress is not None:
+            progress("preparing kernels", 0, 1)  # the first start on a machine compiles them, which takes seconds
         compute = resolve_compute(config.compute, device, dtype)
+        if progress is not None:
+            progress("preparing kernels", 1, 1)
     else:
         compute = "native" if isinstance(weights, NativeWeights) else "torch"
     limits = settle(config, model, device, dtype, compute)

@@ -14,6 +14,8 @@ from engine.compute.weights import Weights, load_weights
 from engine.control.plan import Replay
 from engine.loading import load_model
 from engine.loading.model import LoadedModel
+from engine.native.runner import library
+from engine.native.weights import NativeWeights, load_native
 from tests.compute.driver import Driver
 
 QUESTIONS = (
@@ -31,7 +33,9 @@ def model() -> LoadedModel:
 
 
 @functools.cache
-def weights() -> Weights:
+def weights(compute: str) -> Weights | NativeWeights:
+    if compute == "native":
+        return load_native(model(), library())
     with torch.inference_mode():
         return load_weights(model(), torch.device("cpu"), torch.float32)
 
@@ -90,11 +94,13 @@ def reference_tokens(prompt: tuple[int, ...], count: int) -> list[int]:
     return answer
 
 
-def our_tokens(prompts: list[tuple[int, ...]], count: int) -> list[list[int]]:
+def our_tokens(prompts: list[tuple[int, ...]], count: int, compute: str) -> list[list[int]]:
     """All prompts at once, replayed."""
     rows = len(prompts)
     captures = default_captures(rows, 256, 16)
-    driver = Driver(weights(), rows=rows, block_size=16, max_model_len=256, num_blocks=16 * rows, captures=captures)
+    driver = Driver(
+        weights(compute), rows=rows, block_size=16, max_model_len=256, num_blocks=16 * rows, captures=captures
+    )
     driver.start(dict(enumerate(prompts)))
     first = {
         row: torch.frombuffer(bytearray(driver.spy.logits[row, len(p)]), dtype=torch.float32)
@@ -111,13 +117,15 @@ def our_tokens(prompts: list[tuple[int, ...]], count: int) -> list[list[int]]:
     return tokens
 
 
-def test_one_prompt() -> None:
+@pytest.mark.parametrize("compute", ["torch", "native"])
+def test_one_prompt(compute: str) -> None:
     prompt = prompt_of(QUESTIONS[0])
-    assert our_tokens([prompt], 16) == [reference_tokens(prompt, 16)]
+    assert our_tokens([prompt], 16, compute) == [reference_tokens(prompt, 16)]
 
 
 @pytest.mark.slow
 @pytest.mark.timeout(900)
-def test_five_prompts_together() -> None:
+@pytest.mark.parametrize("compute", ["torch", "native"])
+def test_five_prompts_together(compute: str) -> None:
     prompts = [prompt_of(question) for question in QUESTIONS]
-    assert our_tokens(prompts, 64) == [reference_tokens(prompt, 64) for prompt in prompts]
+    assert our_tokens(prompts, 64, compute) == [reference_tokens(prompt, 64) for prompt in prompts]
