@@ -1,4 +1,5 @@
-"""The tiny rung: a small random transformer in fp32, real attention, real sampler, recorded graphs. ``gpu`` is the same on CUDA.
+"""The tiny rung: a small random transformer in fp32, real attention, real sampler, recorded graphs. ``native`` is the same on
+the native kernels and their tape, ``gpu`` on CUDA with CUDA graphs.
 
 The solo run of each request is computed first and feeds the specification. Before every step the harness fills every cache
 cell that nobody owns with NaN, so that whoever reads one is seen; after it, exactly the scheduled cells may have changed.
@@ -14,14 +15,13 @@ import torch
 from torch import Tensor
 
 from engine.compute.kv import KVPool
-from engine.compute.transformer import Transformer
 from engine.trace import VOCAB, Shape, Submit, prompt_tokens
 from properties.cache_cells import Touched, place
 from properties.checks import Fact
 from properties.compute_rung import ComputeRung, some
-from properties.rungs import Unavailable
 from properties.sampled import Sampling, sampling_of
-from properties.solo_transformer import Question, alone, tiny_weights
+from properties.solo_transformer import Question, alone
+from properties.tiny_network import tiny_network
 
 NOBODY = float("nan")
 
@@ -29,8 +29,8 @@ NOBODY = float("nan")
 class SoloOracle:
     """A request alone on the tiny transformer."""
 
-    def __init__(self, device: str, shape: Shape) -> None:
-        self._device, self._shape = device, shape
+    def __init__(self, kernels: str, shape: Shape) -> None:
+        self._kernels, self._shape = kernels, shape
         self._requests: dict[int, tuple[Question, int]] = {}  # and how many tokens may be wanted
 
     def stop_ids(self, first_id: int, event: Submit) -> frozenset[int]:
@@ -52,7 +52,7 @@ class SoloOracle:
         return alone(question).tokens(max(wanted, k + 1))[k]
 
     def _question(self, prompt: tuple[int, ...], sampling: Sampling) -> Question:
-        return Question(self._device, self._shape.max_model_len, prompt, sampling)
+        return Question(self._kernels, self._shape.max_model_len, prompt, sampling)
 
 
 class TensorWatch:
@@ -106,25 +106,24 @@ class TensorWatch:
 
 
 class TinyRung(ComputeRung):
-    device: ClassVar[str] = "cpu"
+    """Raises ``Unavailable`` where this machine has no such kernels."""
+
+    kernels: ClassVar[str] = "torch"
 
     def __init__(self, shape: Shape) -> None:
         if torch.get_num_threads() != 1:
             torch.set_num_threads(1)  # on CPU the bits of a row may depend on their number
-        weights = tiny_weights(self.device)
-        super().__init__(shape, lambda sizes: Transformer(weights, sizes), SoloOracle(self.device, shape))
+        super().__init__(shape, tiny_network(self.kernels), SoloOracle(self.kernels, shape))
 
     def watch(self) -> TensorWatch:
-        assert isinstance(self.network, Transformer)
-        return TensorWatch(self.network.pool, self._shape)
+        pool = self.network.pool
+        assert isinstance(pool, KVPool)
+        return TensorWatch(pool, self._shape)
+
+
+class NativeRung(TinyRung):
+    kernels: ClassVar[str] = "native"
 
 
 class GpuRung(TinyRung):
-    """Raises ``Unavailable`` where there is no CUDA device."""
-
-    device: ClassVar[str] = "cuda"
-
-    def __init__(self, shape: Shape) -> None:
-        if not torch.cuda.is_available():
-            raise Unavailable("no CUDA device")
-        super().__init__(shape)
+    kernels: ClassVar[str] = "cuda"

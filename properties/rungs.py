@@ -3,6 +3,7 @@
     ledger   all of control; a stub computes nothing, and a token is a function of request and position
     rows     also everything from the plan to the kernels' arguments, over a cache of hash chains
     tiny     also attention and sampler, on a small random transformer
+    native   tiny on the native kernels, with their tape
     gpu      tiny on CUDA, with CUDA graphs
     wire     ledger behind the production server, from a read request to the last byte that its client is sent
 
@@ -171,6 +172,7 @@ class _Rungs(Mapping[str, MakeRung]):
         "ledger": ("properties.rung_ledger", "LedgerRung"),
         "rows": ("properties.rung_rows", "RowsRung"),
         "tiny": ("properties.rung_tiny", "TinyRung"),
+        "native": ("properties.rung_tiny", "NativeRung"),
         "gpu": ("properties.rung_tiny", "GpuRung"),
         "wire": ("properties.wire", "WireRung"),
     }

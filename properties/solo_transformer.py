@@ -8,61 +8,33 @@ logits with a plain fp64 forward), and it runs them unharmed: a fault that is ar
 from __future__ import annotations
 
 import functools
-from typing import Any
 
 import attrs
-import torch
 
 from engine.compute.runner import PlanRunner
-from engine.compute.transformer import Transformer
-from engine.compute.weights import Weights, load_weights
 from engine.control.limits import Limits
 from engine.control.plan import Chunk, Decode, Eager, Plan, Sampled, Seat
-from engine.loading.model import LoadedModel
-from engine.loading.synthetic import synthetic_model
 from engine.request import SamplingSpec
 from engine.trace import VOCAB
 from properties.arming import disarmed
 from properties.sampled import Sampling
-
-SMALL: dict[str, Any] = {
-    "vocab_size": VOCAB,
-    "hidden_size": 32,
-    "intermediate_size": 48,
-    "num_layers": 2,  # with one layer, keys and values would not depend on what attention read
-    "num_heads": 2,
-    "num_kv_heads": 1,
-    "head_dim": 16,
-    "sliding_windows": (9, None),  # both kinds of layer
-}
-
-
-def tiny_model() -> LoadedModel:
-    """Random fp32 weights, the same on every machine, over the vocabulary of workloads."""
-    return synthetic_model("mistral", **SMALL)
-
-
-@functools.cache
-def tiny_weights(device: str) -> Weights:
-    """Loaded and probed once per process and shared by all runs: nothing writes to them."""
-    with disarmed(), torch.inference_mode():
-        return load_weights(tiny_model(), torch.device(device), torch.float32)
+from properties.tiny_network import tiny_network
 
 
 @attrs.frozen
 class Question:
     """All that a solo run depends on, as a key. ``longest`` is the length limit."""
 
-    device: str
+    kernels: str
     longest: int
     prompt: tuple[int, ...]
     sampling: Sampling
 
 
 class SoloRunner:
-    """``samples`` are what the sampler returned; one runner answers all questions of one device and length limit."""
+    """``samples`` are what the sampler returned; one runner answers all questions on the same kernels and of one length limit."""
 
-    def __init__(self, device: str, longest: int) -> None:
+    def __init__(self, kernels: str, longest: int) -> None:
         limits = Limits(
             num_blocks=1,
             block_size=longest,
@@ -71,8 +43,7 @@ class SoloRunner:
             max_model_len=longest,
             vocab_size=VOCAB,
         )
-        weights = tiny_weights(device)
-        self.runner = PlanRunner(limits, lambda sizes: Transformer(weights, sizes))
+        self.runner = PlanRunner(limits, tiny_network(kernels))
         self._seated = False
 
     def run(self, prompt: tuple[int, ...], sampling: SamplingSpec, count: int) -> list[Sampled]:
@@ -91,8 +62,8 @@ class SoloRunner:
 
 
 @functools.cache
-def _runner(device: str, longest: int) -> SoloRunner:
-    return SoloRunner(device, longest)
+def _runner(kernels: str, longest: int) -> SoloRunner:
+    return SoloRunner(kernels, longest)
 
 
 class Alone:
@@ -107,7 +78,7 @@ class Alone:
         if count > len(self._tokens):
             asked = self._question
             with disarmed():
-                samples = _runner(asked.device, asked.longest).run(asked.prompt, asked.sampling.spec, count)
+                samples = _runner(asked.kernels, asked.longest).run(asked.prompt, asked.sampling.spec, count)
             self._tokens = tuple(sample.token for sample in samples)
         return self._tokens[:count]
 

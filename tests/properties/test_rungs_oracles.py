@@ -17,8 +17,10 @@ from properties.digest_network import DigestNetwork, _mix, ladder
 from properties.digests import Chain, allowed, mix
 from properties.rung_rows import DigestOracle
 from properties.rung_tiny import SoloOracle
+from properties.rungs import Unavailable
 from properties.sampled import STYLES, Sampling
-from properties.solo_transformer import Question, SoloRunner, alone, tiny_model
+from properties.solo_transformer import Question, SoloRunner, alone
+from properties.tiny_network import tiny_model
 from tests.properties.naive_forward import naive_logits
 
 SHAPE = Shape(blocks=16, block_size=4, rows=2, max_model_len=48)
@@ -91,11 +93,14 @@ def test_stop_tokens_of_the_digest_oracle() -> None:
         assert oracle.stop_ids(5, Submit(0, refused, 6, stop_at=1)) == frozenset()
 
 
-@pytest.mark.parametrize("stream", ["a", "sys"])
-def test_the_solo_run_of_tiny_is_full_attention(stream: str) -> None:
+@pytest.mark.parametrize("kernels", ["torch", "native"])
+def test_the_solo_run_is_full_attention(kernels: str) -> None:
     """Prefill and each decode step, beyond the sliding window."""
-    prompt = prompt_tokens(((stream, 12),))
-    solo = SoloRunner("cpu", 48)
+    prompt = prompt_tokens((("sys", 12),))
+    try:
+        solo = SoloRunner(kernels, 48)
+    except Unavailable as missing:
+        pytest.skip(f"no C++ compiler for the native kernels: {missing}")
     seen: list[torch.Tensor] = []
 
     def sample(logits: torch.Tensor, rows: Any, positions: Any) -> list[Sampled]:
@@ -111,19 +116,19 @@ def test_the_solo_run_of_tiny_is_full_attention(stream: str) -> None:
 
 def test_solo_runs_repeat_and_differ_where_they_must() -> None:
     prompt = prompt_tokens((("a", 6),))
-    key = Question("cpu", 48, prompt, Sampling(0.8, 1, 0, ()))
-    runner = SoloRunner("cpu", 48)
+    key = Question("torch", 48, prompt, Sampling(0.8, 1, 0, ()))
+    runner = SoloRunner("torch", 48)
     told = tuple(one.token for one in runner.run(prompt, key.sampling.spec, 8))
     assert alone(key).tokens(8) == told
     assert tuple(one.token for one in runner.run(prompt, key.sampling.spec, 8)) == told  # the runner is used again
     assert alone(key).tokens(3) == told[:3]
-    assert alone(Question("cpu", 48, prompt, Sampling(0.8, 2, 0, ()))).tokens(8) != told
+    assert alone(Question("torch", 48, prompt, Sampling(0.8, 2, 0, ()))).tokens(8) != told
     with pytest.raises(ValueError, match="6 \\+ 43 tokens, at most 48"):
         runner.run(prompt, key.sampling.spec, 43)
 
 
 def test_choices_of_the_solo_oracle_have_seeds_of_their_own() -> None:
-    oracle = SoloOracle("cpu", SHAPE)
+    oracle = SoloOracle("torch", SHAPE)
     stops = oracle.stop_ids(0, Submit(0, (("a", 5),), 6, temperature=0.9, seed=4, stop_at=3, n=3))
     told = [[oracle.token(request, k) for k in range(6)] for request in range(3)]
     assert len({tuple(tokens) for tokens in told}) == 3
