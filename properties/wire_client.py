@@ -16,7 +16,7 @@ from properties.tally import Caller
 
 Answer = Callable[[dict[str, Any], Callable[[], Awaitable[Any]], Callable[[Any], Awaitable[None]]], Awaitable[None]]
 
-STALL = 4  # iterations that a client which stalls does not read, after the first that it reads
+STALL = 6  # iterations that a client which stalls does not read, after the first that it reads
 
 
 class Client:
