@@ -8,7 +8,7 @@ from typing import Any
 from properties.arming import Fault, in_area, instead, line
 
 SAMPLER = "engine.compute.sampler:Sampler"
-MODULE = "engine.compute.sampler"
+MODULE = "engine.compute.sampler"  # the name through which the sampler reaches choose
 CHOICE = "engine.compute.sampling_choice"
 ROW = "engine.compute.sampling_row:RowState"
 PENALTIES = "engine.compute.sampling_row:Penalties"
@@ -137,14 +137,14 @@ DRAWS = in_area(
         "L15",
         "min-p is measured before the temperature",
         ("solo", "tokens"),
-        line(CHOICE, "choose", "params.temperature * math.log", "math.log"),
+        line(MODULE, "choose", "params.temperature * math.log", "math.log"),
         rules=("14.2",),
     ),
     Fault(
         "L16",
         "temperature is applied twice",
         ("solo", "tokens"),
-        line(CHOICE, "choose", "race(logits, peak, params.temperature,", "race(logits, peak, params.temperature**2,"),
+        line(MODULE, "choose", "race(logits, peak, params.temperature,", "race(logits, peak, params.temperature**2,"),
         rules=("14.1",),
     ),
     Fault(
