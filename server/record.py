@@ -8,6 +8,10 @@ as their tokens were equal.
     prompts  a b c d e f          [["s0", 6]]
              a b c x y            [["s0", 3], ["s1", 2]]
              a b c x z            [["s0", 3], ["s1", 1], ["s2", 1]]
+
+A prompt that goes on from an earlier answer, as the next turn of a conversation does, has a piece of ["answer/7", ...]: what
+request 7 was told. Tokens of answers are others in a replay, so where two answers of the live engine happened to be equal,
+or where a rung computes its own tokens, blocks may be shared differently with the prefix cache on, and the replay says so.
 """
 
 from __future__ import annotations
@@ -25,7 +29,7 @@ from engine.control.limits import Limits
 from engine.control.record import StepRecord
 from engine.control.request import Submission
 from engine.digest import digest
-from engine.trace import VOCAB, Abort, Event, FailStep, Shape, Submit, Workload, save, stream_token
+from engine.trace import ANSWER, VOCAB, Abort, Event, FailStep, Shape, Submit, Workload, save, stream_token
 
 MAX_EVENTS = 100_000  # after which the recording ends, with a warning: it lives in memory until it is written
 MAX_TOKENS = 20_000_000  # of prompts, likewise: 160 MB
@@ -44,8 +48,21 @@ class Streams:
             tuple[str, int], set[int]
         ] = {}  # first tokens, as the workload has them, of what goes on there
 
+    def answered(self, prompt: Sequence[tuple[str, int]], request: int, tokens: Sequence[int]) -> None:
+        """Where ``prompt``, in pieces, goes on with the answer of ``request``. Nothing new if something went on alike."""
+        if not prompt or not tokens:
+            return
+        stream, position = prompt[-1]
+        known = self._tokens[stream]
+        if not (position < len(known) and known[position] == tokens[0]):
+            name = self._children.setdefault((stream, position, tokens[0]), f"{ANSWER}{request}")
+            if name not in self._tokens:
+                self._taken.setdefault((stream, position), set()).add(stream_token(name, 0))
+                self._tokens[name] = array("q", tokens)
+                self.num_tokens += len(tokens)
+
     def pieces(self, prompt: Sequence[int]) -> tuple[tuple[str, int], ...]:
-        """(stream, length) pieces: as far as earlier prompts go, then a new stream. O(length)."""
+        """(stream, length) pieces: as far as earlier prompts and answers go, then a new stream. O(length)."""
         pieces: list[tuple[str, int]] = []
         stream, position = "", 0
         for at, token in enumerate(prompt):
@@ -85,6 +102,7 @@ class _Sent:
 
     at: int  # index of the event
     event: Submit
+    tokens: list[int] = attrs.field(factory=list)  # of the answer so far
 
 
 class Recorder:
@@ -127,10 +145,16 @@ class Recorder:
                 return
             if record.error is not None and record.plan.forwards:
                 self._add(FailStep(0))
+            for request, sampled in record.sampled:
+                if request in self._open:
+                    self._open[request].tokens.append(sampled.token)
             for end in record.finished:
                 sent = self._open.pop(end.request, None)
-                if sent is not None and end.reason == "stop" and end.facts is not None:
-                    count = end.facts.generated_tokens
+                if sent is None:
+                    continue
+                self._streams.answered(sent.event.prompt, end.request, sent.tokens)
+                if end.reason == "stop":
+                    count = len(sent.tokens)
                     # Tokens are others when this is replayed: whether one of them stops it or not, it ends here.
                     self._events[sent.at] = replace(sent.event, stop_at=count, min_tokens=count, max_tokens=count)
             for end in record.aborted:

@@ -106,6 +106,31 @@ def test_a_recording_replays_in_lockstep_with_the_same_decisions(seed: int) -> N
     assert max(len(event.prompt) for event in submits) > 1
 
 
+async def conversation(turns: int) -> Workload:
+    """Each turn's prompt is the last one's, its answer, and something new; two people talk at once."""
+    world = World(num_blocks=40, max_model_len=160, max_num_batched_tokens=24, captures=())
+    recorder = world.engine.tap = Recorder(world.engine.limits, Path("unused"))
+    prompts = [[11, 12, 13, 14, 15, 16, 17], [11, 12, 13, 14, 21, 22]]
+    for turn in range(turns):
+        asks = [{"input_ids": p, "sampling_params": {"max_new_tokens": 9, "ignore_eos": True}} for p in prompts]
+        exchanges = [world.post("/generate", ask) for ask in asks]
+        await world.submitted(2)
+        await world.run(*exchanges)
+        for prompt, exchange in zip(prompts, exchanges, strict=True):
+            prompt += [*exchange.json()["output_ids"], 30 + turn, 31, 32]
+    await world.step(2)
+    assert world.engine.counters.prefix_hit_tokens > 40
+    return recorder.workload()
+
+
+def test_a_conversation_finds_its_own_answers_again() -> None:
+    workload = asyncio.run(conversation(4))
+    assert replayed(workload) == list(workload.digests)
+    last = workload.events[-1]
+    assert isinstance(last, Submit)
+    assert len([stream for stream, _ in last.prompt if stream.startswith("answer/")]) == 3
+
+
 class FailsSometimes(StubRunner):
     def __init__(self) -> None:
         super().__init__()
