@@ -103,7 +103,7 @@ def test_metrics_and_server_info(client: TestClient) -> None:
     assert get["lockstep:prefix_cache_hits_total"] == 2 * 8
     info = client.get("/server_info").json()
     assert info["enable_prefix_caching"] is True
-    assert get["lockstep:cached_blocks"] == info["cached_kv_blocks"]
+    assert get["lockstep:cached_blocks"] == info["readings"]["cached_kv_blocks"]
 
 
 def test_switched_off() -> None:
