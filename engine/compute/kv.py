@@ -14,16 +14,30 @@ offset``. The *slot* of a position is the cache row of its head 0.
 
 from __future__ import annotations
 
+import math
+
 import numpy as np
 import numpy.typing as npt
 import torch
 
 from engine.loading.model import ModelConfig
 
+_ALIGNMENT = 64  # bytes of a cache line
+
 
 def kv_bytes_per_block(config: ModelConfig, block_size: int, dtype: torch.dtype) -> int:
     """Keys and values of one block, all layers."""
     return 2 * config.num_layers * config.num_kv_heads * block_size * config.head_dim * dtype.itemsize
+
+
+def _zeros(shape: tuple[int, ...], device: torch.device, dtype: torch.dtype) -> torch.Tensor:
+    """On the CPU from pages that the system zeroes when they are first touched: a pool costs what was used of it."""
+    if device.type != "cpu":
+        return torch.zeros(shape, device=device, dtype=dtype)
+    nbytes = math.prod(shape) * dtype.itemsize
+    memory = torch.from_numpy(np.zeros(nbytes + _ALIGNMENT, dtype=np.uint8))
+    skip = -memory.data_ptr() % _ALIGNMENT
+    return memory[skip : skip + nbytes].view(dtype).view(shape)
 
 
 class KVPool:
@@ -36,7 +50,7 @@ class KVPool:
         self.zero_block = num_blocks + 1
         blocks = num_blocks + 2
         shape = (2, blocks, config.num_kv_heads, block_size, config.head_dim)
-        self.layers = [torch.zeros(shape, device=device, dtype=dtype) for _ in range(config.num_layers)]
+        self.layers = [_zeros(shape, device, dtype) for _ in range(config.num_layers)]
         self.rows = [layer.view(-1, config.head_dim) for layer in self.layers]
         self.value_offset = blocks * config.num_kv_heads * block_size  # from a key's cache row to its value's
         self.zero_row = self.slot(self.zero_block, 0)
