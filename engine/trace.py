@@ -23,6 +23,7 @@ import json
 import zlib
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, fields, replace
+from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
@@ -216,6 +217,7 @@ def stream_token(stream: str, position: int) -> int:
     return zlib.crc32(f"{stream}/{position}".encode()) % VOCAB
 
 
+@lru_cache(maxsize=64)  # the two sides and the oracles ask for the same prompt one after the other
 def prompt_tokens(prompt: tuple[tuple[str, int], ...]) -> tuple[int, ...]:
     """The concatenated prefixes of the named streams."""
     return tuple(stream_token(stream, position) for stream, length in prompt for position in range(length))

@@ -13,9 +13,9 @@ class Counters:
     forward_iterations: int = 0  # iterations whose plan had tokens to compute
     forward_tokens: int = 0  # every position computed
     prefill_tokens: int = 0
-    decode_rows: Counter[int] = attrs.field(factory=Counter)  # decode steps by the number of rows that decoded
-    replays: Counter[tuple[int, int]] = attrs.field(factory=Counter)  # by (rows, width)
-    eager: Counter[str] = attrs.field(factory=Counter)  # by reason
+    decode_rows: Counter[int] = attrs.field(factory=Counter, eq=dict)  # decode steps by the number of rows that decoded
+    replays: Counter[tuple[int, int]] = attrs.field(factory=Counter, eq=dict)  # by (rows, width)
+    eager: Counter[str] = attrs.field(factory=Counter, eq=dict)  # by reason
     padded_rows: int = 0
     row_moves: int = 0
     preemptions: int = 0
@@ -23,8 +23,8 @@ class Counters:
     sampled_tokens: int = 0
     prefix_hit_tokens: int = 0  # tokens that admissions found in the prefix cache, resumed requests included
     submitted: int = 0
-    refused: Counter[str] = attrs.field(factory=Counter)  # by reason of the door
-    finished: Counter[str] = attrs.field(factory=Counter)  # by finish reason
+    refused: Counter[str] = attrs.field(factory=Counter, eq=dict)  # by reason of the door
+    finished: Counter[str] = attrs.field(factory=Counter, eq=dict)  # by finish reason
     failed_steps: int = 0
 
     @property
