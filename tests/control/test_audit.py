@@ -138,3 +138,10 @@ def test_without_the_cache_a_hash_is_told() -> None:
     scheduler = healthy(prefix_cache=False)
     scheduler.pool._published[8] = alien
     assert "block 8 carries a hash, but the prefix cache is off" in audit(scheduler)
+
+
+def test_books_that_add_up_except_for_a_free_block() -> None:
+    """Nothing is shared here, so every block stands in one place and a look at the totals nearly suffices."""
+    scheduler = healthy(prefix_cache=False)
+    scheduler.pool.references[8] = 1
+    assert audit(scheduler) == ["block 8 counts 1 references, but stands in 0 tables (requests [])"]

@@ -51,6 +51,17 @@ def test_no_row_is_given_when_none_is_free() -> None:
         rows.take(8)
 
 
+def test_strays_and_holes_are_paired_by_row_whoever_comes_first() -> None:
+    assert RowTable(5).misplaced([4, 1, 3]) == [(3, 0), (4, 2)]
+
+
+def test_cached_blocks_are_counted() -> None:
+    pool = held(2)
+    pool.publish(1, KEY)
+    pool.release([0, 1])
+    assert (pool.num_free, pool.num_cached, pool.cached()) == (2, 1, (1,))
+
+
 def test_only_the_plan_that_is_open_is_closed() -> None:
     scheduler = Scheduler(Limits(4, 2, 2, 4, 8, 100))
     scheduler.submit(Submission((1,), 1))

@@ -42,6 +42,15 @@ FULL_QUEUE = Workload(
     (Submit(0, (("a", 1),), 1), Submit(0, (("a", 1),), 1), Abort(0, 1), Submit(0, (("a", 1),), 1)),
 )
 
+CROSSED = Workload(
+    Shape(12, 2, 4),
+    (
+        Submit(0, (("a", 1),), 2, n=2),
+        Submit(0, (("a", 1),), 4, priority=1),
+        Submit(1, (("a", 1),), 4),
+    ),
+)
+
 
 def edited(name: str, old: str, new: str, workload: Workload) -> Run:
     owner, member, value = line(Scheduler, name, old, new)()
@@ -73,11 +82,19 @@ def edited(name: str, old: str, new: str, workload: Workload) -> Run:
             FULL_QUEUE,
             "decisions",
         ),
+        (
+            "_compact",
+            "self.rows.misplaced(decoding)",
+            "[*zip([row for row in decoding if row >= len(decoding)], sorted({*range(len(decoding))} - {*decoding}))]",
+            CROSSED,
+            "rows",
+        ),
     ],
     ids=[
         "nobody waits for a block that a decode fills",
         "blocks are published in the order of the plan",
         "an abort that is not yet applied makes room in the queue",
+        "strays are paired in the order of requests",
     ],
 )
 def test_one_workload_sees_it(name: str, old: str, new: str, workload: Workload, check: str) -> None:
