@@ -145,3 +145,9 @@ def test_books_that_add_up_except_for_a_free_block() -> None:
     scheduler = healthy(prefix_cache=False)
     scheduler.pool.references[8] = 1
     assert audit(scheduler) == ["block 8 counts 1 references, but stands in 0 tables (requests [])"]
+
+
+def test_one_lost_request_blames_nobody_else() -> None:
+    scheduler = healthy()
+    del scheduler.requests[3]
+    assert audit(scheduler) == ["request 3 stands 1 times in the queues and is unknown"]
