@@ -180,11 +180,17 @@ def _length(source: Source, swarm: Swarm, blocks: tuple[int, ...]) -> int:
     return max(1, source.pick(blocks) * swarm.block_size + source.pick((0, -1, 1)))
 
 
+_RUN_TOGETHER = ("a", "b", "paa", "pqn")  # the ids that the last two begin with, 238 8 and 23 88, have the same digits
+
+
 def _prompt(source: Source, swarm: Swarm) -> tuple[tuple[str, int], ...]:
     if swarm.shape == "family":
         head = ("sys", swarm.block_size * source.pick((1, 2, 3)))
         return source.pick(((head,), (head,), (head, ("a", 1)), (head, ("b", swarm.block_size))))
-    own = (source.pick("abcd"), _length(source, swarm, swarm.prompts))
+    own = (
+        source.pick(_RUN_TOGETHER if swarm.block_size == 2 and swarm.sharing else "abcd"),
+        _length(source, swarm, swarm.prompts),
+    )
     if swarm.sharing and source.pick((False, True)):
         return (("sys", swarm.block_size * source.pick((1, 2))), own)
     return (own,)

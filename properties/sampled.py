@@ -26,8 +26,10 @@ STYLES: tuple[Mapping[str, Any], ...] = (
     {"repetition_penalty": 3.0, "frequency_penalty": 1.5},
     {"min_p": 0.3},
     {"presence_penalty": 1.5, "logit_bias": {7: 2.0, 11: -2.0}},
+    {"frequency_penalty": 1.0},
 )
 """What a request with seed s asks for besides its temperature: the s-th, modulo their number."""
+PENALISED = len(STYLES) - 1
 SEEDS = len(STYLES)  # few, so that solo runs are asked for again
 
 
@@ -74,7 +76,29 @@ def with_sampling(workload: Workload) -> Workload:
         )
         for number, event in enumerate(submits)
     }
-    return replace(workload, events=tuple(warmed.get(id(event), event) for event in workload.events))
+    seeded = replace(workload, events=tuple(warmed.get(id(event), event) for event in workload.events))
+    return _talkative(seeded) if turn % 6 == 0 else seeded
+
+
+def _talkative(workload: Workload) -> Workload:
+    """One answer of more different tokens than the sampler first has places for, penalised; and the room that it needs."""
+    first = next((event for event in workload.events if isinstance(event, Submit)), None)
+    if first is None:
+        return workload
+    long = replace(
+        first,
+        prompt=(("a", 2),),
+        max_tokens=150,
+        temperature=1.5,
+        seed=PENALISED,
+        stop_at=None,
+        stop_text=None,
+        min_tokens=0,
+        n=1,
+    )
+    shape = workload.shape
+    shape = replace(shape, max_model_len=192, blocks=max(shape.blocks, -(-152 // shape.block_size)))
+    return replace(workload, shape=shape, events=tuple(long if event is first else event for event in workload.events))
 
 
 def for_rung(workload: Workload, rung: str) -> Workload:

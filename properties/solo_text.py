@@ -105,13 +105,17 @@ def stop_strings(
 ) -> tuple[str, ...]:
     """The stop strings of a request whose ``stop_text`` is ``at``, made from its own text: one that ends inside the text of
     the ``at``-th token and begins before it; where ``at`` is even, the end of that; one that begins earlier and ends later;
-    and one that is about to come when the text ends. Fewer where the text is too short."""
+    and one that is about to come when the text ends. Fewer where the text is too short. Where ``at`` is 3, 6, ... and there are
+    five characters: three that overlap, so that the one that comes is found only by giving up two others in turn."""
     full, certain = _decoded(prompt, tokens, byte_fallback)
     hope = full[-2:] + NEVER
     if at > len(tokens):
         return (hope,)
     before, now = certain[at - 1], certain[at]
     end = before + (now - before + 1) // 2
+    if at % 3 == 0 and end >= 5:
+        last = full[end - 5 : end]
+        return (last[:4] + NEVER, last[1:3] + NEVER, last[2:])
     start = max(0, min(before - 1, end - _STEM))
     candidates = (full[start:end], full[end - 1 : end] if at % 2 == 0 else "", full[max(0, start - 2) : end + 1], hope)
     return tuple(dict.fromkeys(text for text in candidates if text))

@@ -19,6 +19,7 @@ from properties.faults import (
     compute,
     door,
     graph_replay,
+    outsider,
     preemption,
     prefix_cache,
     rows,
@@ -55,6 +56,7 @@ _FAULTS = (
     *sampler.FAULTS,
     *text.FAULTS,
     *streaming.FAULTS,
+    *outsider.FAULTS,
     Fault(
         CANARY,
         "canary: every audit complains",

@@ -133,12 +133,6 @@ PLACES = in_area(
         needs="resumed",
     ),
     Fault(
-        "N16",
-        "the logits of a cut chunk are overwritten by the next batch",
-        ("tokens", "solo"),
-        line(RUNNER, "_prefill", "results.append(logits.clone())", "results.append(logits)"),
-    ),
-    Fault(
         "N17",
         "a chunk that is cut samples at each cut",
         ("raises",),
