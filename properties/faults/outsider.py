@@ -111,7 +111,9 @@ TEXT = in_area(
         source=OUTSIDER,
     ),
 )
-STREAMING = in_area(
+# Not in the catalogue, because no workload reaches them: the first needs a second thread between two lines of the bridge, the
+# second a reader that is more than 256 tokens behind. They stay here until the wire rung can say both.
+BEYOND = in_area(
     "streaming",
     Fault(
         "OUT9",
@@ -141,4 +143,4 @@ STREAMING = in_area(
     ),
     rung="wire",
 )
-FAULTS = (*PREFIX, *COMPUTE, *SAMPLER, *TEXT, *STREAMING)
+FAULTS = (*PREFIX, *COMPUTE, *SAMPLER, *TEXT)

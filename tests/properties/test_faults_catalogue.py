@@ -15,7 +15,7 @@ from engine.control.blocks import BlockPool
 from properties import faults
 from properties.arming import AREAS, OUTSIDER, OWN, Faded, Fault, line
 from properties.checks import ORDER
-from properties.faults import CANARY, CATALOGUE, armed
+from properties.faults import CANARY, CATALOGUE, armed, outsider
 from properties.floors import FLOORS
 from properties.rungs import RUNGS
 
@@ -43,7 +43,7 @@ def test_there_are_enough_faults_of_every_kind() -> None:
     assert set(areas) == set(AREAS)
     assert {area: count for area, count in areas.items() if count < 6} == {}
     assert sum(fault.public for fault in FAULTS) >= 30
-    assert sum(fault.source == OUTSIDER for fault in FAULTS) >= 10
+    assert sum(fault.source == OUTSIDER for fault in FAULTS) + len(outsider.BEYOND) == 10
 
 
 @pytest.mark.parametrize("fault", FAULTS, ids=lambda fault: fault.id)
