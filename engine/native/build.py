@@ -14,6 +14,7 @@ import shutil
 import stat
 import subprocess
 import tempfile
+import time
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -66,6 +67,7 @@ def built(
         raise BuildError(f"the cache folder {place.parent} {foreign}, so nothing is loaded from it")
     if place.exists() and not _foreign(place):
         return place
+    _sweep(place.parent)
     _compile(compiler, flags, folder, place)
     return place
 
@@ -78,6 +80,16 @@ def _foreign(path: Path) -> str | None:
     if status.st_mode & (stat.S_IWGRP | stat.S_IWOTH) and not stat.S_ISLNK(status.st_mode):
         return "can be written by others"
     return None
+
+
+def _sweep(cache: Path) -> None:
+    """Removes what builders that were killed left behind."""
+    for half in cache.glob("*.tmp"):
+        try:
+            if time.time() - half.stat().st_mtime > 2 * _TIMEOUT:
+                half.unlink()
+        except OSError:  # another process was quicker
+            continue
 
 
 def _compile(compiler: str, flags: Sequence[str], folder: Path, place: Path) -> None:

@@ -78,6 +78,18 @@ def test_builders_at_the_same_time(source: Path, compiler: Path, tmp_path: Path)
     assert [path.name for path in cache.iterdir()] == [path.name for path in paths]
 
 
+def test_what_a_killed_builder_left_is_removed(source: Path, tmp_path: Path) -> None:
+    cache = tmp_path / "cache"
+    cache.mkdir(mode=0o700)
+    old, new = cache / "kernels-old.tmp", cache / "kernels-new.tmp"
+    old.touch()
+    new.touch()
+    os.utime(old, (1, 1))
+    built(folder=source, cache=cache)
+    assert not old.exists()
+    assert new.exists()  # another builder may be at work on it
+
+
 def test_file_that_others_can_write_is_built_anew(source: Path, compiler: Path, tmp_path: Path) -> None:
     cache = tmp_path / "cache"
     path = built(folder=source, cache=cache)
