@@ -11,12 +11,13 @@ from fastapi import FastAPI
 
 from engine import __version__
 from engine.engine import Engine
-from server import errors, generate_api, info_api, openai_api
+from server import errors, generate_api, info_api, openai_api, page
 from server.asgi import FrontDoor
 from server.bridge import Bridge
 from server.check import Checker
 from server.context import Context
 from server.fields import FieldJudge
+from server.live_view import LiveView
 from server.metrics import Metrics
 from server.prompts import Desk
 from server.record import Recorder
@@ -36,6 +37,7 @@ def create_lazy_app(make: Callable[[], Engine], settings: ServerSettings | None 
     settings = settings or ServerSettings()
     checker = Checker(settings.check, settings.check_interval)
     metrics = Metrics(settings.metrics_prefix, checker=checker)
+    live = LiveView()
     recorder: Recorder | None = None
 
     def make_and_measure() -> Engine:
@@ -49,11 +51,12 @@ def create_lazy_app(make: Callable[[], Engine], settings: ServerSettings | None 
 
     context = Context(
         settings=settings,
-        bridge=Bridge(make_and_measure, sinks=[metrics], checker=checker),
+        bridge=Bridge(make_and_measure, sinks=[metrics, live], checker=checker),
         metrics=metrics,
         desk=Desk(),
         judge=FieldJudge(),
         started=time.time(),
+        live=live,
     )
 
     @asynccontextmanager
@@ -75,7 +78,7 @@ def create_lazy_app(make: Callable[[], Engine], settings: ServerSettings | None 
     )
     app.state.context = context
     errors.install(app)
-    for router in (openai_api.router, generate_api.router, info_api.router, info_api.json_router):
+    for router in (openai_api.router, generate_api.router, info_api.router, info_api.json_router, page.router):
         app.include_router(router)
     app.add_middleware(FrontDoor, settings=settings)
     return app

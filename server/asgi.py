@@ -19,9 +19,11 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from server.errors import ApiError, of_exception
 from server.logs import printable
+from server.page import FILES
 from server.settings import ServerSettings
 
-OPEN_PATHS = frozenset({"/health", "/ready", "/version"})  # answered without a key
+# Answered without a key. A browser cannot send one for the page itself, which holds no data; what it asks for needs one.
+OPEN_PATHS = frozenset({"/health", "/ready", "/version", *FILES})
 _QUIET_PATHS = OPEN_PATHS | {"/metrics"}  # probes: logged at debug only
 _READ_ON = 8  # times the limit: so much of a body that is too large is read before it is refused
 _ID = re.compile(r"[A-Za-z0-9._:-]{1,128}")

@@ -167,6 +167,16 @@ class Bridge:
         if not generation.ended:
             self._commands.put(partial(self._abort, generation))
 
+    def between_steps(self, look: Callable[[Engine], Callable[[], None]]) -> None:
+        """Has ``look`` called on the engine thread, between two iterations, and on the event loop what it returns.
+        ``look`` must not raise. It is never called if the engine ends before."""
+
+        def command() -> None:
+            assert self._engine is not None
+            self._deliver(look(self._engine))
+
+        self._commands.put(command)
+
     async def drain(self, seconds: float) -> None:
         """Refuses new requests, lets open ones finish for ``seconds``, then ends the rest with an error."""
         if self.phase is Phase.READY:

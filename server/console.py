@@ -46,7 +46,7 @@ class StartProgress:
 
 def print_ready(url: str, capacity: Sequence[tuple[str, str]], names: Sequence[str], chat: bool) -> None:
     """The last line is fixed: scripts and tests wait for it."""
-    capacity = [*capacity, ("served as", ", ".join(names)), ("metrics", f"{url}/metrics")]
+    capacity = [*capacity, ("served as", ", ".join(names)), ("metrics", f"{url}/metrics"), ("page", f"{url}/")]
     if sys.stdout.isatty():
         table = Table(show_header=False, box=None, pad_edge=False)
         for name, value in capacity:

@@ -19,6 +19,7 @@ from server.bridge import Bridge
 from server.errors import ApiError, brief, of_invalid
 from server.fields import FieldJudge
 from server.live import Generation
+from server.live_view import LiveView
 from server.metrics import Metrics
 from server.prompts import Desk, Prompt, make_choices
 from server.settings import ServerSettings
@@ -36,6 +37,7 @@ class Context:
     desk: Desk
     judge: FieldJudge
     started: float  # seconds since the epoch
+    live: LiveView = attrs.field(factory=LiveView)
 
     @property
     def model(self) -> LoadedModel:

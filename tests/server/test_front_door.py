@@ -78,9 +78,10 @@ def test_every_route_but_the_listed_ones_asks_for_a_key(guarded: TestClient, hea
     paths = set(guarded.app.openapi()["paths"])  # type: ignore[attr-defined]
     assert {"/generate", "/tokenize", "/server_info"} <= paths
     paths |= {"/openapi.json", "//v1/models", "/V1/models", "/v1/models/", "/nope", "/health/", "//health", "/metrics/"}
+    paths |= {"/", "/static/page.css", "/live", "/static/", "/static/page", "/static/../server_info", "//"}
     for path in paths:
         for method in ("GET", "POST", "OPTIONS", "HEAD"):
-            response = guarded.request(method, path, headers=headers)
+            response = guarded.request(method, f"http://testserver{path}", headers=headers)
             if path in OPEN_PATHS:
                 assert response.status_code in (200, 405)
             else:
