@@ -20,6 +20,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption(
         "--screenshot", metavar="FILE", help="keep the picture of the README here (with: pytest tests/browser)"
     )
+    parser.addoption("--server-screenshot", metavar="FILE", help="likewise, of the server's page under load")
 
 
 @pytest.fixture(scope="module")  # and no longer: while it runs, nobody else in this process may run an event loop

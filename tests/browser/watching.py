@@ -1,12 +1,13 @@
-"""What may not happen while a page is used: it throws, logs an error, opens a dialog, or asks for something outside the file."""
+"""What may not happen while a page is used: it throws, logs an error, opens a dialog, or asks for what is not its own."""
 
 from __future__ import annotations
 
 from playwright.sync_api import Dialog, Page, Request
 
 
-def watched(page: Page) -> list[str]:
-    """A list that fills while the page is used: errors thrown or logged, dialogs, and requests that leave the file."""
+def watched(page: Page, own: str = "file:") -> list[str]:
+    """A list that fills while the page is used: errors thrown or logged, dialogs, and requests to anything but ``own``, the
+    beginning of the addresses that are the page's."""
     trouble: list[str] = []
 
     def dialog(shown: Dialog) -> None:
@@ -14,7 +15,7 @@ def watched(page: Page) -> list[str]:
         shown.dismiss()
 
     def request(sent: Request) -> None:
-        if not sent.url.startswith(("file:", "data:")):
+        if not sent.url.startswith((own, "data:")):
             trouble.append(f"asked for {sent.url}")
 
     page.on("pageerror", lambda error: trouble.append(f"the script threw {error}"))
