@@ -150,8 +150,8 @@ class Engine:
     ) -> Submitted:
         """Queues ``params.n`` requests. ``texts``: one per choice when there are stop strings, fed in commit (rule 13).
 
-        Only requests of one ``salt`` share blocks in the prefix cache; without ``takes_hits`` every position is computed,
-        though later requests may hit what it wrote (rule 11).
+        Only requests of one ``salt`` share blocks in the prefix cache; without ``takes_hits``, and for prompt logprobs,
+        every position is computed, though later requests may hit what it wrote (rule 11).
         Raises ``InvalidRequest`` for token ids outside the vocabulary in ``params`` or a bad salt and ``Rejected`` for the
         door's no.
         """
@@ -175,7 +175,7 @@ class Engine:
             texts=tuple(texts),
             payloads=tuple(SamplingSpec(params, seed, masked) for seed in seeds),
             salt=salt,
-            takes_hits=takes_hits,
+            takes_hits=takes_hits and params.prompt_logprobs is None,
         )
         try:
             requests = self.scheduler.submit(submission, params.n)

@@ -56,8 +56,9 @@ class SamplingParams:
     """How one request is sampled and when it stops. Raises ``InvalidRequest`` on a value outside its range.
 
     ``temperature`` 0 is greedy. ``logprobs`` k reports the chosen token and the k most likely ones from the raw
-    distribution (before penalties, bias, temperature and filters); ``None`` reports nothing. ``logits_digest`` reports
-    a digest of the raw fp32 logits of every sampled row: equal digests mean equal bytes.
+    distribution (before penalties, bias, temperature and filters); ``None`` reports nothing. ``prompt_logprobs`` k
+    reports the same for every prompt token but the first; such a request takes no prefix hits (rule 11).
+    ``logits_digest`` reports a digest of the raw fp32 logits of every sampled row: equal digests mean equal bytes.
     """
 
     max_tokens: int | None = None
@@ -78,6 +79,7 @@ class SamplingParams:
     seed: int | None = None
     n: int = 1
     logprobs: int | None = None
+    prompt_logprobs: int | None = None
     logits_digest: bool = False
 
     def __attrs_post_init__(self) -> None:
@@ -96,8 +98,9 @@ class SamplingParams:
         if self.seed is not None:
             _integer(self, "seed", *SEED_RANGE)
         _integer(self, "n", 1, MAX_CHOICES)
-        if self.logprobs is not None:
-            _integer(self, "logprobs", 0, MAX_LOGPROBS)
+        for name in ("logprobs", "prompt_logprobs"):
+            if getattr(self, name) is not None:
+                _integer(self, name, 0, MAX_LOGPROBS)
         self._check_stops()
         self._check_bias()
 

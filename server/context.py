@@ -21,7 +21,7 @@ from server.fields import FieldJudge
 from server.live import Generation
 from server.live_view import LiveView
 from server.metrics import Metrics
-from server.prompts import Desk, Prompt, make_choices
+from server.prompts import Desk, Prompt, Reading, make_choices
 from server.settings import ServerSettings
 
 TORCH = metadata.version("torch")
@@ -47,6 +47,12 @@ class Context:
     def names(self) -> tuple[str, ...]:
         """The names under which the model is served; the first one is told where nobody asked by name."""
         return self.settings.served_model_name or (self.model.name,)
+
+    def reading(self, add_special_tokens: bool, parse_special: bool) -> Reading:
+        limits = self.bridge.engine.limits
+        return Reading(
+            self.model, limits.max_model_len, self.settings.max_prompt_bytes, add_special_tokens, parse_special
+        )
 
     def model_name(self, asked: str | None) -> str:
         """Raises a 404 for a model that is not served. No name at all means the one there is."""

@@ -36,9 +36,8 @@ async def generate(body: GenerateBody, request: Request) -> Response:
 
     async def work(send: Send) -> None:
         engine = context.bridge.engine
-        prompts = await context.desk.run(
-            read_prompts, given, field, engine.model, engine.limits.max_model_len, True, size=request.state.body_bytes
-        )
+        reading = context.reading(True, body.parse_special is not False)
+        prompts = await context.desk.run(read_prompts, given, field, reading, size=request.state.body_bytes)
         batch = isinstance(given, list) and type(given[0]) is not int
         shape = partial(
             GenerateShape,
@@ -47,6 +46,7 @@ async def generate(body: GenerateBody, request: Request) -> Response:
             rid=body.rid,
             many=batch or params.n > 1,
             with_logprobs=params.logprobs is not None,
+            logprob_start=-1 if body.logprob_start_len is None else body.logprob_start_len,
             with_digests=params.logits_digest,
         )
         await context.answer(

@@ -37,6 +37,7 @@ class GenerateShape:
         rid: str | None,
         many: bool,
         with_logprobs: bool,
+        logprob_start: int,
         with_digests: bool,
     ) -> None:
         self.generation = generation
@@ -44,6 +45,7 @@ class GenerateShape:
         self.namer = namer
         self.many = many
         self.with_logprobs = with_logprobs
+        self.logprob_start = logprob_start  # of the prompt; negative: none
         self.with_digests = with_digests
         self._id = rid or uuid.uuid4().hex
         self._so_far = [_SoFar() for _ in generation.choices]
@@ -83,6 +85,9 @@ class GenerateShape:
         }
         if self.with_logprobs:
             meta |= {"input_token_logprobs": [], **logprobs.of_generate(tokens, self.namer)}
+            if self.logprob_start >= 0 and tokens:
+                prompt = self.generation.prompts[choice.prompt]
+                meta |= logprobs.of_input(prompt, tokens[0].prompt or (), self.logprob_start, self.namer)
         if self.with_digests and end is not None:  # with the last event only: cumulative text is long enough
             meta["logits_digests"] = [sampled.digest for sampled in tokens]
         if end is not None:

@@ -10,7 +10,6 @@ from fastapi.responses import Response
 from prometheus_client import CONTENT_TYPE_LATEST
 
 from engine import __version__
-from engine.loading.model import LoadedModel
 from server.bridge import Phase
 from server.context import TORCH, Context, context_of
 from server.documents import ERRORS
@@ -162,7 +161,7 @@ async def tokenize(body: TokenizeBody, request: Request) -> Response:
     context.judge.judge(body.model_extra)
     if (body.prompt is None) == (body.messages is None):
         raise ApiError(400, "exactly one of prompt and messages is needed", code="invalid_value", param="prompt")
-    ids = await context.desk.run(_tokenize, body, context.model, size=request.state.body_bytes)
+    ids = await context.desk.run(_tokenize, body, context, size=request.state.body_bytes)
     answer: dict[str, Any] = {
         "tokens": ids,
         "count": len(ids),
@@ -174,16 +173,13 @@ async def tokenize(body: TokenizeBody, request: Request) -> Response:
     return _json(answer)
 
 
-def _tokenize(body: TokenizeBody, model: LoadedModel) -> list[int]:
+def _tokenize(body: TokenizeBody, context: Context) -> list[int]:
     if body.messages is not None:
-        prompt = read_messages(
-            body.messages,
-            model,
-            add_generation_prompt=body.add_generation_prompt is not False,
-            add_special_tokens=bool(body.add_special_tokens),
-        )
-    else:
-        (prompt,) = read_prompts(body.prompt, "prompt", model, 2**31, body.add_special_tokens is not False)
+        reading = context.reading(bool(body.add_special_tokens), bool(body.parse_special))
+        add_prompt = body.add_generation_prompt is not False
+        return list(read_messages(body.messages, reading, add_generation_prompt=add_prompt).ids)
+    reading = context.reading(body.add_special_tokens is not False, body.parse_special is not False)
+    (prompt,) = read_prompts(body.prompt, "prompt", reading)
     return list(prompt.ids)
 
 

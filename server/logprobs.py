@@ -6,7 +6,7 @@ import math
 from collections.abc import Sequence
 from typing import Any
 
-from engine.control.plan import Sampled
+from engine.control.plan import Logprobs, Sampled
 from engine.loading.tokenizer import Tokenizer
 
 LOWEST = -9999.0
@@ -48,6 +48,40 @@ def of_completion(tokens: Sequence[Sampled], namer: Namer, offset: int) -> tuple
     return {"tokens": names, "token_logprobs": chosen, "top_logprobs": tops, "text_offset": offsets}, offset
 
 
+def of_echo(ids: Sequence[int], reports: Sequence[Logprobs], namer: Namer, top: int) -> tuple[dict[str, Any], int]:
+    """The prompt as ``of_completion`` writes the answer; of its first token nothing can be said."""
+    rest = [Sampled(token, _best(report, top)) for token, report in zip(ids[1:], reports, strict=True)]
+    name = namer.text(ids[0])
+    table, offset = of_completion(rest, namer, len(name))
+    first = {"tokens": [name], "token_logprobs": [None], "top_logprobs": [None], "text_offset": [0]}
+    return joined(first, table), offset
+
+
+def joined(one: dict[str, Any], other: dict[str, Any]) -> dict[str, Any]:
+    """Two tables of one text, one after the other."""
+    return {name: [*one[name], *other[name]] for name in one}
+
+
+def of_prompt(ids: Sequence[int], reports: Sequence[Logprobs], namer: Namer, top: int) -> list[dict[str, Any] | None]:
+    """vLLM's ``prompt_logprobs``: for each token the chosen and the likeliest, by id; null for the first."""
+    table: list[dict[str, Any] | None] = [None]
+    for token, report in zip(ids[1:], reports, strict=True):
+        values = {token: (report.chosen, report.rank)}
+        for rank, (other, value) in enumerate(report.top[:top], start=1):
+            values.setdefault(other, (value, rank))
+        table.append(
+            {
+                str(one): {"logprob": finite(value), "rank": rank, "decoded_token": namer.text(one)}
+                for one, (value, rank) in values.items()
+            }
+        )
+    return table
+
+
+def _best(report: Logprobs, top: int) -> Logprobs:
+    return Logprobs(report.chosen, report.rank, report.top[:top])
+
+
 def of_chat(tokens: Sequence[Sampled], namer: Namer) -> dict[str, Any]:
     def entry(token: int, value: float) -> dict[str, Any]:
         return {"token": namer.text(token), "logprob": finite(value), "bytes": namer.bytes(token)}
@@ -58,6 +92,16 @@ def of_chat(tokens: Sequence[Sampled], namer: Namer) -> dict[str, Any]:
         top = [entry(token, value) for token, value in sampled.logprobs.top]
         content.append({**entry(sampled.token, sampled.logprobs.chosen), "top_logprobs": top})
     return {"content": content, "refusal": None}
+
+
+def of_input(ids: Sequence[int], reports: Sequence[Logprobs], start: int, namer: Namer) -> dict[str, Any]:
+    """SGLang's triples for the prompt from token ``start`` on; null for its very first."""
+    chosen: list[list[Any]] = [[None, ids[0], namer.text(ids[0])]]
+    tops: list[Any] = [None]
+    for token, report in zip(ids[1:], reports, strict=True):
+        chosen.append([finite(report.chosen), token, namer.text(token)])
+        tops.append([[finite(value), other, namer.text(other)] for other, value in report.top])
+    return {"input_token_logprobs": chosen[start:], "input_top_logprobs": tops[start:]}
 
 
 def of_generate(tokens: Sequence[Sampled], namer: Namer) -> dict[str, Any]:

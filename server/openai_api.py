@@ -31,17 +31,8 @@ async def completions(body: CompletionBody, request: Request) -> Response:
     params = of_completion(body)
 
     async def work(send: Send) -> None:
-        engine = context.bridge.engine
-        add_special = body.add_special_tokens is not False
-        prompts = await context.desk.run(
-            read_prompts,
-            body.prompt,
-            "prompt",
-            engine.model,
-            engine.limits.max_model_len,
-            add_special,
-            size=request.state.body_bytes,
-        )
+        reading = context.reading(body.add_special_tokens is not False, body.parse_special is not False)
+        prompts = await context.desk.run(read_prompts, body.prompt, "prompt", reading, size=request.state.body_bytes)
         wish = _wish(
             context,
             body,
@@ -74,10 +65,10 @@ async def chat(body: ChatBody, request: Request) -> Response:
         render = partial(
             read_messages,
             add_generation_prompt=body.add_generation_prompt is not False,
-            add_special_tokens=bool(body.add_special_tokens),
             kwargs=body.chat_template_kwargs,
         )
-        prompt = await context.desk.run(render, body.messages, context.model, size=request.state.body_bytes)
+        reading = context.reading(bool(body.add_special_tokens), bool(body.parse_special))
+        prompt = await context.desk.run(render, body.messages, reading, size=request.state.body_bytes)
         wish = _wish(context, body, model, params)
         await context.answer(
             send,
@@ -125,6 +116,8 @@ def _wish(
         include_usage=usage,
         continuous_usage=usage and options is not None and bool(options.continuous_usage_stats),
         echo=echo,
+        echo_logprobs=params.logprobs if echo else None,
+        prompt_logprobs=body.prompt_logprobs,
         drop_tokens=drop_tokens,
     )
 

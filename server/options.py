@@ -91,6 +91,9 @@ class Options:
         ),
     ] = ()
     max_body_bytes: Annotated[int, _flag(_HTTP, "Largest request body.")] = 4 * 2**20
+    max_prompt_bytes: Annotated[
+        int, _flag(_HTTP, "Most text that one request may have tokenised, in bytes of UTF-8; more is a 400.")
+    ] = 2**20
     drain_timeout: Annotated[
         float, _flag(_HTTP, "Seconds that running requests get to finish after SIGTERM or Ctrl-C.")
     ] = 30.0

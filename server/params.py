@@ -6,7 +6,7 @@ from typing import Any
 
 from engine.request import InvalidRequest, SamplingParams
 from server.errors import ApiError, of_invalid
-from server.schemas import ChatBody, CompletionBody, GenerateBody, GenerateSampling, Sampling
+from server.schemas import ChatBody, CompletionBody, GenerateBody, GenerateSampling, OpenAIBody, Sampling
 
 COMPLETION_MAX_TOKENS = 16  # OpenAI's default for completions
 _PLAIN = (
@@ -26,18 +26,18 @@ _PLAIN = (
 
 def of_completion(body: CompletionBody) -> SamplingParams:
     """``max_tokens: 0`` is for ``echo`` only; it runs as 1 and the token is dropped (rule 1)."""
-    if body.echo and body.logprobs is not None:
-        raise ApiError(
-            400,
-            "echo together with logprobs is not supported: logprobs of the prompt are not computed",
-            code="unsupported_parameter",
-            param="echo",
-        )
     max_tokens = COMPLETION_MAX_TOKENS if body.max_tokens is None else body.max_tokens
     if max_tokens == 0 and body.echo:
         max_tokens = 1
+    asked = [k for k in (body.logprobs if body.echo else None, _prompt_logprobs(body)) if k is not None]
     return _make(
-        _sampling(body) | {"max_tokens": max_tokens, "min_tokens": body.min_tokens or 0, "logprobs": body.logprobs}
+        _sampling(body)
+        | {
+            "max_tokens": max_tokens,
+            "min_tokens": body.min_tokens or 0,
+            "logprobs": body.logprobs,
+            "prompt_logprobs": max(asked, default=None),
+        }
     )
 
 
@@ -65,6 +65,7 @@ def of_chat(body: ChatBody) -> SamplingParams:
             "max_tokens": limit,
             "min_tokens": body.min_tokens or 0,
             "logprobs": (body.top_logprobs or 0) if body.logprobs else None,
+            "prompt_logprobs": _prompt_logprobs(body),
         },
         {"max_tokens": "max_completion_tokens"} if newer else {},
     )
@@ -82,6 +83,15 @@ def of_generate(body: GenerateBody) -> SamplingParams:
             code="invalid_value",
             param="top_logprobs_num",
         )
+    start = -1 if body.logprob_start_len is None else body.logprob_start_len
+    if start >= 0 and not body.return_logprob:
+        raise ApiError(
+            400,
+            f"logprob_start_len is {start}, but needs return_logprob to be true",
+            code="invalid_value",
+            param="logprob_start_len",
+        )
+    logprobs = (body.top_logprobs_num or 0) if body.return_logprob else None
     names = {name: f"sampling_params.{name}" for name in (*_PLAIN, "stop", "stop_token_ids", "logit_bias")}
     names |= {"max_tokens": "sampling_params.max_new_tokens", "min_tokens": "sampling_params.min_new_tokens"}
     return _make(
@@ -89,11 +99,19 @@ def of_generate(body: GenerateBody) -> SamplingParams:
         | {
             "max_tokens": given.max_new_tokens,
             "min_tokens": given.min_new_tokens or 0,
-            "logprobs": (body.top_logprobs_num or 0) if body.return_logprob else None,
+            "logprobs": logprobs,
+            "prompt_logprobs": logprobs if start >= 0 else None,
             "logits_digest": bool(body.return_logits_digest),
         },
         names,
     )
+
+
+def _prompt_logprobs(body: OpenAIBody) -> int | None:
+    """vLLM's field, with its limit: a stream has no place for them."""
+    if body.prompt_logprobs is not None and body.stream:
+        raise ApiError(400, "prompt_logprobs needs stream to be false", code="invalid_value", param="prompt_logprobs")
+    return body.prompt_logprobs
 
 
 def _sampling(body: Sampling) -> dict[str, Any]:

@@ -7,7 +7,7 @@ it. The number of threads is small: they compete with the engine for the same co
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any, TypeVar
 
@@ -23,7 +23,6 @@ from server.live import Choice
 from server.schemas import Message
 
 MAX_PROMPTS = 1024
-LONG_TEXT = 2**12  # characters; less is tokenised in a few milliseconds
 LONG_BODY = 2**16  # bytes; tokenising more takes tens of milliseconds
 _RESERVED = frozenset({"messages", "tools", "add_generation_prompt", "documents"})
 _ROLES = {"developer": "system"}  # OpenAI's newer name; templates know the older one
@@ -55,21 +54,56 @@ class Desk:
             pool.shutdown(wait=False, cancel_futures=True)
 
 
-def read_prompts(given: Any, field: str, model: LoadedModel, max_len: int, add_special_tokens: bool) -> list[Prompt]:
+@attrs.frozen
+class Reading:
+    """How prompts are read. ``max_len`` is in tokens, ``max_bytes`` in UTF-8 for all text of a request together: what is
+    longer is refused before it is tokenised. ``parse_special``: whether the spelling of a control token in text is that
+    token."""
+
+    model: LoadedModel
+    max_len: int
+    max_bytes: int
+    add_special_tokens: bool = True
+    parse_special: bool = True
+
+    def check_bytes(self, field: str, texts: Iterable[str]) -> None:
+        size = 0
+        for text in texts:
+            size += len(text) if text.isascii() else len(text.encode("utf-8", "surrogatepass"))
+            if size > self.max_bytes:
+                raise _bad(
+                    field,
+                    f"{field} has more than {self.max_bytes} bytes of text, the most that this server tokenises",
+                    code="context_length_exceeded",
+                )
+
+    def tokens(self, text: str, field: str) -> list[int]:
+        try:
+            return need_tokenizer(self.model, field).encode(
+                text, add_special_tokens=self.add_special_tokens, parse_special=self.parse_special
+            )
+        except ValueError as error:  # lone surrogates
+            raise _bad(field, f"{field} cannot be tokenised: {error}") from None
+
+
+def read_prompts(given: Any, field: str, reading: Reading) -> list[Prompt]:
     """Text, token ids, or a list of either. Raises ``ApiError`` 400 that names ``field``. Runs on a worker thread."""
+    max_len = reading.max_len
     if isinstance(given, str):
-        return [_encode(given, field, model, add_special_tokens)]
+        reading.check_bytes(field, [given])
+        return [Prompt(tuple(reading.tokens(given, field)), given)]
     if not isinstance(given, list) or not given:
         raise _bad(field, f"{field} is {brief(given)}, but must be text, token ids, or a non-empty list of either")
     if _is_ids(given, field, max_len):
         return [Prompt(tuple(given))]
     if len(given) > MAX_PROMPTS:
         raise _bad(field, f"{field} has {len(given)} prompts, but at most {MAX_PROMPTS} are allowed")
+    reading.check_bytes(field, (one for one in given if isinstance(one, str)))
     prompts = []
     for index, one in enumerate(given):
         name = f"{field}[{index}]"
         if isinstance(one, str):
-            prompts.append(_encode(one, name, model, add_special_tokens))
+            prompts.append(Prompt(tuple(reading.tokens(one, name)), one))
         elif isinstance(one, list) and (not one or _is_ids(one, name, max_len)):
             if not one:
                 raise _bad(name, f"{name} is empty, but at least 1 token is needed")
@@ -97,21 +131,6 @@ def _is_ids(given: list[Any], name: str, max_len: int) -> bool:
     return True
 
 
-def _encode(text: str, field: str, model: LoadedModel, add_special_tokens: bool) -> Prompt:
-    return Prompt(tuple(_tokens(text, field, need_tokenizer(model, field), add_special_tokens)), text)
-
-
-def _tokens(text: str, field: str, tokenizer: Tokenizer, add_special_tokens: bool) -> list[int]:
-    try:
-        if len(text) < LONG_TEXT:
-            return tokenizer.encode(text, add_special_tokens=add_special_tokens)
-        # The same ids, but the library's batch call gives up the interpreter lock; the plain one stops every other thread.
-        (encoding,) = tokenizer.backend.encode_batch_fast([text], add_special_tokens=add_special_tokens)
-        return list(encoding.ids)
-    except (ValueError, TypeError) as error:  # lone surrogates
-        raise _bad(field, f"{field} cannot be tokenised: {error}") from None
-
-
 def need_tokenizer(model: LoadedModel, field: str) -> Tokenizer:
     if model.tokenizer is None:
         raise _bad(field, f"{field}: {model.name} has no tokenizer, so only token ids can be sent")
@@ -120,28 +139,42 @@ def need_tokenizer(model: LoadedModel, field: str) -> Tokenizer:
 
 def read_messages(
     messages: Sequence[Message],
-    model: LoadedModel,
+    reading: Reading,
     *,
     add_generation_prompt: bool = True,
-    add_special_tokens: bool = False,
     kwargs: Mapping[str, Any] | None = None,
 ) -> Prompt:
-    """A conversation through the model's template. Raises ``ApiError`` 400, with the template's own words where it
-    refused. Runs on a worker thread."""
+    """A conversation through the model's template. Control tokens come from the template alone unless ``reading`` says
+    otherwise: their spelling in a message, a name or a keyword is text. Raises ``ApiError`` 400, with the template's own
+    words where it refused. Runs on a worker thread."""
+    model = reading.model
     if model.template is None:
         raise _bad("messages", f"{model.name} has no chat template; use /v1/completions")
     if taken := sorted(_RESERVED & set(kwargs or {})):
         raise _bad("chat_template_kwargs", f"chat_template_kwargs must not hold {', '.join(taken)}")
     tokenizer = need_tokenizer(model, "messages")
     plain = [_plain(message, f"messages[{index}]") for index, message in enumerate(messages)]
+    reading.check_bytes("messages", (text for message in plain for text in message.values()))
+    extra = dict(kwargs or {})
+    if not reading.parse_special:
+        plain = [{name: tokenizer.guard(text) for name, text in message.items()} for message in plain]
+        extra = {name: tokenizer.guard(value) if isinstance(value, str) else value for name, value in extra.items()}
     try:
-        text = model.template.render(plain, add_generation_prompt=add_generation_prompt, **dict(kwargs or {}))
+        text = model.template.render(plain, add_generation_prompt=add_generation_prompt, **extra)
     except TemplateFailure as error:
         raise _bad("messages", f"the chat template refused the messages: {error}", code="template_error") from None
-    return Prompt(tuple(_tokens(text, "messages", tokenizer, add_special_tokens)), text)
+    if reading.parse_special:
+        return Prompt(tuple(reading.tokens(text, "messages")), text)
+    try:
+        ids = tokenizer.encode_guarded(text)
+    except ValueError as error:  # lone surrogates
+        raise _bad("messages", f"messages cannot be tokenised: {error}") from None
+    around = tokenizer.encode("") if reading.add_special_tokens else []
+    leading = 1 if tokenizer.add_bos else 0
+    return Prompt((*around[:leading], *ids, *around[leading:]))
 
 
-def _plain(message: Message, name: str) -> dict[str, Any]:
+def _plain(message: Message, name: str) -> dict[str, str]:
     """The message as templates know it: role, content as one text, perhaps a name."""
     extra = message.model_extra or {}
     for field in ("tool_calls", "function_call", "tool_call_id"):
@@ -156,7 +189,7 @@ def _plain(message: Message, name: str) -> dict[str, Any]:
         raise _bad(f"{name}.content", f"{name}.content is required")
     if not isinstance(content, str):
         content = _join(content, f"{name}.content")
-    plain: dict[str, Any] = {"role": _ROLES.get(message.role, message.role), "content": content}
+    plain = {"role": _ROLES.get(message.role, message.role), "content": content}
     if message.name is not None:
         plain["name"] = message.name
     return plain

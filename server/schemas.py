@@ -100,6 +100,15 @@ class StreamOptions(Body):
     include_obfuscation: bool | None = None  # OpenAI's padding against traffic analysis: accepted, nothing is padded
 
 
+ParseSpecial = Annotated[
+    bool,
+    Field(
+        description="Whether the spelling of a control token, as <|im_end|>, becomes that token. By default in prompts, "
+        "which are the model's whole input, and not in messages, whose control tokens are the template's."
+    ),
+]
+
+
 class OpenAIBody(Sampling):
     """What completions and chat share."""
 
@@ -110,22 +119,37 @@ class OpenAIBody(Sampling):
     stream_options: StreamOptions | None = None
     priority: Priority | None = None
     cache_salt: Salt | None = None
+    prompt_logprobs: (
+        Annotated[
+            int,
+            Field(ge=0, le=MAX_LOGPROBS, description="vLLM's: so many for every prompt token; not in a stream."),
+        ]
+        | None
+    ) = None
     return_token_ids: bool | None = None
     return_tokens_as_token_ids: bool | None = None
     add_special_tokens: bool | None = None
+    parse_special: ParseSpecial | None = None
 
 
 class CompletionBody(OpenAIBody):
     prompt: Prompt
     logprobs: Annotated[int, Field(ge=0, le=MAX_LOGPROBS)] | None = None
-    echo: Annotated[bool, Field(description="The prompt goes before the text; not together with logprobs.")] | None = (
-        None
-    )
+    echo: (
+        Annotated[
+            bool,
+            Field(
+                description="The prompt goes before the text, and with logprobs its tokens before the answer's: "
+                "then nothing is taken from the prefix cache. max_tokens may be 0."
+            ),
+        ]
+        | None
+    ) = None
 
 
 class Message(Body):
-    """``content``: text, or text parts, which are joined by a newline. Spellings of special tokens in it become those
-    tokens, since templates are rendered to text before they are tokenised."""
+    """``content``: text, or text parts, which are joined by a newline. The spelling of a control token in it stays text,
+    unless ``parse_special`` asks for the token: a user cannot begin a turn of somebody else."""
 
     role: Literal["system", "developer", "user", "assistant", "tool", "function"]
     content: str | Annotated[list[dict[str, Any]], Field(max_length=MAX_PARTS)] | None = None
@@ -160,6 +184,11 @@ class GenerateBody(Body):
     rid: Annotated[str, Field(max_length=128, pattern=r"^[A-Za-z0-9._:-]+$")] | None = None
     return_logprob: bool | None = None
     top_logprobs_num: Annotated[int, Field(ge=0, le=MAX_LOGPROBS)] | None = None
+    logprob_start_len: (
+        Annotated[int, Field(ge=-1, le=INT32, description="From this prompt token on, with return_logprob; -1: none.")]
+        | None
+    ) = None
+    parse_special: ParseSpecial | None = None
     return_logits_digest: (
         Annotated[
             bool,
@@ -176,6 +205,7 @@ class TokenizeBody(Body):
     prompt: str | None = None
     messages: Annotated[list[Message], Field(min_length=1, max_length=MAX_MESSAGES)] | None = None
     add_special_tokens: bool | None = None
+    parse_special: ParseSpecial | None = None
     add_generation_prompt: bool | None = None
     return_token_strs: bool | None = None
 

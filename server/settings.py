@@ -33,6 +33,7 @@ class ServerSettings:
     log_level: str = "info"
     log_format: str = "text"
     max_body_bytes: int = 4 * 2**20
+    max_prompt_bytes: int = 2**20
     drain_timeout: float = 30.0
     stall_timeout: float = 60.0
     ping_interval: float = 15.0
@@ -56,6 +57,10 @@ class ServerSettings:
         if not 1024 <= self.max_body_bytes <= 2**31:
             raise ConfigError(
                 "max_body_bytes", f"max_body_bytes is {self.max_body_bytes}, but must be in 1024..{2**31}"
+            )
+        if self.max_prompt_bytes < 1:
+            raise ConfigError(
+                "max_prompt_bytes", f"max_prompt_bytes is {self.max_prompt_bytes}, but must be at least 1"
             )
         for field in ("drain_timeout", "stall_timeout", "ping_interval"):
             if not 0 <= getattr(self, field) <= 86400:

@@ -28,6 +28,8 @@ class Wish:
     include_usage: bool = False
     continuous_usage: bool = False
     echo: tuple[str, ...] = ()  # the prompts, to be put before the text
+    echo_logprobs: int | None = None  # and with so many logprobs for their tokens
+    prompt_logprobs: int | None = None  # vLLM's table of the prompt, in the whole answer
     drop_tokens: bool = False  # max_tokens 0: one token ran and is not shown
 
 
@@ -104,6 +106,10 @@ class _OpenAIShape:
             return {}
         return {"token_ids": [] if self.wish.drop_tokens else [sampled.token for sampled in delta.tokens]}
 
+    def _prompt_table(self, delta: Delta) -> list[dict[str, Any] | None]:
+        top = self.wish.prompt_logprobs or 0
+        return logprobs.of_prompt(self._prompt_ids(delta.index), delta.tokens[0].prompt or (), self.wish.namer, top)
+
     def _prompt_ids(self, index: int) -> list[int]:
         return list(self.generation.prompts[self.generation.choices[index].prompt])
 
@@ -118,12 +124,17 @@ class CompletionShape(_OpenAIShape):
         self._offsets = [0] * len(generation.choices)
 
     def first(self) -> Iterator[dict[str, Any]]:
-        for choice in self.generation.choices if self.wish.echo or self.wish.token_ids else ():
+        """The prompt, unless its logprobs go with it: they come with the first token."""
+        echo = self.wish.echo if self.wish.echo_logprobs is None else ()
+        for choice in self.generation.choices if echo or self.wish.token_ids else ():
             ids = {"prompt_token_ids": self._prompt_ids(choice.index), "token_ids": []} if self.wish.token_ids else {}
-            text = self.wish.echo[choice.prompt] if self.wish.echo else ""
+            text = echo[choice.prompt] if echo else ""
             yield self._chunk({"index": choice.index, "text": text, "logprobs": None, "finish_reason": None, **ids})
 
     def events(self, delta: Delta) -> Iterator[dict[str, Any]]:
+        if (table := self._echo_table(delta)) is not None:
+            text = self.wish.echo[self.generation.choices[delta.index].prompt]
+            yield self._chunk({"index": delta.index, "text": text, "logprobs": table, "finish_reason": None})
         self._count(delta)
         if delta.text or delta.end or self.wish.logprobs or self.wish.token_ids:
             yield self._chunk(self._choice(delta))
@@ -131,8 +142,13 @@ class CompletionShape(_OpenAIShape):
     def whole(self, deltas: Sequence[Delta]) -> dict[str, Any]:
         choices = []
         for delta in deltas:
+            table = self._echo_table(delta)
             self._count(delta)
             choice = self._choice(delta)
+            if table is not None:
+                choice["logprobs"] = logprobs.joined(table, choice["logprobs"])
+            if self.wish.prompt_logprobs is not None:
+                choice["prompt_logprobs"] = self._prompt_table(delta)
             if self.wish.echo:
                 choice["text"] = self.wish.echo[self.generation.choices[delta.index].prompt] + choice["text"]
             if self.wish.token_ids:
@@ -140,11 +156,22 @@ class CompletionShape(_OpenAIShape):
             choices.append(choice)
         return {**self._head, "object": self.kind, "choices": choices, "usage": self._usage()}
 
+    def _echo_table(self, delta: Delta) -> dict[str, Any] | None:
+        """Logprobs of the echoed prompt, with the first token of a choice; None when they are not wanted or were told."""
+        top, index = self.wish.echo_logprobs, delta.index
+        if top is None or self._counts[index] or not delta.tokens:
+            return None
+        table, self._offsets[index] = logprobs.of_echo(
+            self._prompt_ids(index), delta.tokens[0].prompt or (), self.wish.namer, top
+        )
+        return table
+
     def _choice(self, delta: Delta) -> dict[str, Any]:
         table = None
         if self.wish.logprobs:
+            shown = () if self.wish.drop_tokens else delta.tokens
             table, self._offsets[delta.index] = logprobs.of_completion(
-                delta.tokens, self.wish.namer, self._offsets[delta.index]
+                shown, self.wish.namer, self._offsets[delta.index]
             )
         finish = self._finish(delta.index, delta.end)
         if self.wish.drop_tokens and delta.end is not None:
@@ -180,7 +207,10 @@ class ChatShape(_OpenAIShape):
             if self.wish.token_ids:
                 choice["prompt_token_ids"] = self._prompt_ids(delta.index)
             choices.append(choice)
-        return {**self._head, "object": self.kind, "choices": choices, "usage": self._usage()}
+        answer = {**self._head, "object": self.kind, "choices": choices, "usage": self._usage()}
+        if self.wish.prompt_logprobs is not None:
+            answer["prompt_logprobs"] = self._prompt_table(deltas[0])  # one prompt: beside the choices, as vLLM has it
+        return answer
 
     def _choice(self, delta: Delta) -> dict[str, Any]:
         table = logprobs.of_chat(delta.tokens, self.wish.namer) if self.wish.logprobs else None

@@ -1,7 +1,8 @@
 """PlanRunner: executes plans. Row operations first, then prefill, then one decode step, then the sampler.
 
     Plan -> row operations (block tables and sampler, before anything can raise)
-         -> chunks: eager, together, in batches of at most PREFILL_TOKENS
+         -> chunks: eager, together, in batches of at most PREFILL_TOKENS; one whose prompt logprobs are wanted goes alone,
+            in batches as small as the head's buffer
          -> decodes: the captured step that the plan names, or the same step eagerly
          -> one sampler call over plan.sampling
 
@@ -12,6 +13,7 @@ If anything raises, the row operations stay applied, so that rows are what contr
 from __future__ import annotations
 
 from collections.abc import Sequence
+from itertools import groupby
 from typing import Any
 
 import numpy as np
@@ -34,6 +36,7 @@ from engine.loading.model import LoadedModel
 __all__ = ["ModelRunner", "PlanRunner", "kv_bytes_per_block"]
 
 PREFILL_TOKENS = 512  # in one batch; a longer prefill is cut, which changes no bit and bounds the scratch
+PROMPT_LOGITS = 16  # rows of logits that a batch of prompt logprobs may have even where fewer requests can run
 
 
 class PlanRunner:
@@ -43,6 +46,7 @@ class PlanRunner:
         self.limits = limits
         sizes = sizes_of(limits, prefill_tokens)
         self._prefill_tokens = sizes.prefill_tokens
+        self._prompt_logits = sizes.prefill_samples
         self.network = make_network(sizes)
         self.pool = self.network.pool
         self._device = self.network.device
@@ -134,13 +138,15 @@ class PlanRunner:
     def _prefill(self, chunks: Sequence[Chunk]) -> list[Tensor]:
         """Logits of the chunks that sample, in order: tensors of [m, vocab]."""
         results = []
-        for batch in cut_chunks(chunks, self._prefill_tokens):
-            logits = self._prefill_batch(batch)
-            if logits is not None:
-                results.append(logits.clone())  # the next batch reuses the buffer
+        for reports, together in groupby(chunks, lambda chunk: self.sampler.reports_prompt(chunk.row)):
+            for batch in cut_chunks(list(together), self._prompt_logits if reports else self._prefill_tokens):
+                logits = self._prefill_batch(batch)
+                if logits is not None:
+                    results.append(logits.clone())  # the next batch reuses the buffer
         return results
 
     def _prefill_batch(self, chunks: Sequence[Chunk]) -> Tensor | None:
+        """Logits [m, vocab] of the chunks that sample. Logits of prompt logprobs are handed to the sampler on the way."""
         counts = [len(chunk.tokens) for chunk in chunks]
         ends = np.cumsum(counts)
         rows = np.repeat(as_rows([chunk.row for chunk in chunks]), counts)
@@ -153,7 +159,18 @@ class PlanRunner:
             spans.append(Span(int(end) - count, count, chunk.start, table))
         last = as_rows([end - 1 for chunk, end in zip(chunks, ends, strict=True) if chunk.samples])
         step = Tokens(*(self._to_device(values) for values in (tokens, positions, self.slots(rows, positions))))
-        return self.network.prefill(eagerly, step, spans, self._to_device(last) if len(last) else None)
+        told = [self.sampler.prompt_positions(c.row, c.start, len(c.tokens)) for c in chunks]
+        first = [end - count - c.start for c, end, count in zip(chunks, ends, counts, strict=True)]
+        asked = as_rows([first[i] + position for i, positions in enumerate(told) for position in positions])
+        wanted = np.concatenate([asked, last])
+        logits = self.network.prefill(eagerly, step, spans, self._to_device(wanted) if len(wanted) else None)
+        if logits is None or not len(asked):
+            return logits
+        done = 0
+        for chunk, there in zip(chunks, told, strict=True):
+            self.sampler.note_prompt(chunk.row, there, logits[done : done + len(there)].float())
+            done += len(there)
+        return logits[done:] if len(last) else None
 
     def _to_device(self, values: npt.NDArray[np.int64]) -> Tensor:
         return torch.from_numpy(np.ascontiguousarray(values)).to(self._device)
@@ -208,7 +225,7 @@ def sizes_of(limits: Limits, prefill_tokens: int = PREFILL_TOKENS) -> Sizes:
         rows=max(limits.max_num_seqs, *(rows for rows, _ in limits.captures), 1),
         width=widest,
         prefill_tokens=batch,
-        prefill_samples=min(batch, limits.max_num_seqs),
+        prefill_samples=min(batch, max(limits.max_num_seqs, PROMPT_LOGITS)),
         positions=max(limits.max_model_len, widest * limits.block_size),
         span=(limits.max_model_len - longest, longest),
     )

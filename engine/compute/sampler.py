@@ -55,6 +55,29 @@ class Sampler:
         """A request takes ``seat.row``; whatever the row held before is gone."""
         self._states[seat.row] = RowState(seat, self._vocab_size)
 
+    def prompt_positions(self, row: int, start: int, count: int) -> list[int]:
+        """Those of ``start .. start + count - 1`` whose logits say how likely the prompt's next token was, ascending;
+        none for a row that did not ask."""
+        if not self.reports_prompt(row):
+            return []
+        state = self._state(row)
+        return [p for p in range(start, start + count) if state.prompt_successor(p) is not None]
+
+    def reports_prompt(self, row: int) -> bool:
+        """Whether the request of ``row`` still has logprobs of its prompt to collect."""
+        state = self._states[row]
+        return state is not None and state.reports_prompt
+
+    def note_prompt(self, row: int, positions: Sequence[int], logits: torch.Tensor) -> None:
+        """``logits`` [n, vocab_size] fp32 at the n ``positions`` that ``prompt_positions`` named, in order."""
+        state = self._state(row)
+        top = state.params.prompt_logprobs
+        for position, raw in zip(positions, logits.cpu().numpy(), strict=True):
+            token = state.prompt_successor(position)
+            assert token is not None
+            assert top is not None
+            state.note_prompt(report(raw, token, top))
+
     def sample(self, logits: torch.Tensor, rows: Sequence[int], positions: Sequence[int]) -> list[Sampled]:
         """One token per row of ``logits`` [n, vocab_size] fp32, which are not changed.
 
@@ -115,6 +138,7 @@ class Sampler:
             token=token,
             logprobs=None if params.logprobs is None else report(raw, token, params.logprobs),
             digest=digest(raw) if params.logits_digest else None,
+            prompt=state.tell_prompt(),
         )
 
 

@@ -11,7 +11,7 @@ from collections.abc import Sequence
 import numpy as np
 import numpy.typing as npt
 
-from engine.control.plan import Seat
+from engine.control.plan import Logprobs, Seat
 from engine.request import SamplingParams, SamplingSpec
 
 F32 = npt.NDArray[np.float32]
@@ -82,7 +82,11 @@ class RowState:
         self._bias = np.array(list(params.logit_bias.values()), dtype=np.float32)
         penalised = params.repetition_penalty != 1.0 or params.frequency_penalty or params.presence_penalty
         self._penalties = Penalties(params, seat.tokens, seat.prompt_len) if penalised else None
-        reports = params.logprobs is not None or params.logits_digest
+        # A request that comes back after a preemption has reported its prompt, unless it never sampled.
+        asked = params.prompt_logprobs is not None and len(seat.tokens) == seat.prompt_len
+        self._prompt: tuple[int, ...] | None = seat.tokens if asked else None
+        self._prompt_reports: list[Logprobs] = []
+        reports = params.logprobs is not None or params.logits_digest or asked
         self.plain = params.greedy and not reports and not self.adjusts(seat.prompt_len)
 
     def adjusts(self, position: int) -> bool:
@@ -96,6 +100,27 @@ class RowState:
         logits[self._bias_ids] += self._bias
         if self._penalties is not None:
             self._penalties.apply(logits)
+
+    @property
+    def reports_prompt(self) -> bool:
+        """Whether logprobs of the prompt are wanted and have not been told."""
+        return self._prompt is not None
+
+    def prompt_successor(self, position: int) -> int | None:
+        """The prompt token whose logprob the logits at ``position`` give; None behind the prompt or when none is wanted."""
+        prompt = self._prompt
+        return prompt[position + 1] if prompt is not None and position + 1 < len(prompt) else None
+
+    def note_prompt(self, report: Logprobs) -> None:
+        """The report of the next prompt token: positions come in order, whatever chunks they come in."""
+        self._prompt_reports.append(report)
+
+    def tell_prompt(self) -> tuple[Logprobs, ...] | None:
+        """All reports of the prompt, once: when the first token is sampled."""
+        if self._prompt is None:
+            return None
+        told, self._prompt, self._prompt_reports = tuple(self._prompt_reports), None, []
+        return told
 
     def append(self, token: int) -> None:
         """Takes note of the token that was just sampled."""

@@ -127,6 +127,7 @@ class Sampled:
     token: int
     logprobs: Logprobs | None = None
     digest: str | None = None  # hex digest of the row's raw fp32 logits, when the request asked for it
+    prompt: tuple[Logprobs, ...] | None = None  # of each prompt token but the first, with the request's first token
 
 
 class Runner(Protocol):

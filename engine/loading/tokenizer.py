@@ -10,7 +10,7 @@ from __future__ import annotations
 import json
 import re
 import threading
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 
 import tokenizers
 
@@ -27,6 +27,8 @@ CHAR_OF_BYTE = {byte: char for char, byte in BYTE_OF_CHAR.items()}
 _SPACE_MARK = "\u2581"  # SentencePiece's visible space
 _BYTE_TOKEN = re.compile("<0x([0-9A-F]{2})>")  # and its bytes that no piece covers
 _SHIELD = "\ufdd0"  # a code point that Unicode reserves for uses like this and forbids in text
+LONG_TEXT = 2**12  # characters; less is tokenised in a few milliseconds
+WINDOW = 2**15  # characters searched at a time, since a search lets no other thread run
 
 
 class Tokenizer:
@@ -60,6 +62,10 @@ class Tokenizer:
         self.byte_fallback = _has_decoder(backend, "ByteFallback")  # runs of ``<0xNN>`` tokens are decoded as a whole
         special = [token for token in added.values() if token.special and token.content]
         self._id_of_special = {token.content: i for i, token in added.items()}
+        # 0: white space before a token belongs to it, so that a match has no greatest length.
+        self._longest = (
+            0 if any(token.lstrip for token in special) else max([len(t.content) for t in special], default=0)
+        )
         self._special = _pattern(special)
         self._spelling = _pattern(special, spelling_only=True)
         self._plain: tokenizers.Tokenizer | None = None
@@ -70,7 +76,11 @@ class Tokenizer:
         whether the spelling of a special token becomes that token. Raises ``ValueError`` on a lone surrogate."""
         backend = self.backend if parse_special or not self.special_ids else self._without_special()
         try:
-            return list(backend.encode(text, add_special_tokens=add_special_tokens).ids)
+            if len(text) < LONG_TEXT:
+                return list(backend.encode(text, add_special_tokens=add_special_tokens).ids)
+            # The same ids, but the library's batch call gives up the interpreter lock; the plain one stops every thread.
+            (encoding,) = backend.encode_batch_fast([text], add_special_tokens=add_special_tokens)
+            return list(encoding.ids)
         except (TypeError, UnicodeEncodeError) as error:
             raise ValueError(f"the text cannot be encoded as UTF-8: {error}") from None
 
@@ -80,14 +90,19 @@ class Tokenizer:
         shielded = text.replace(_SHIELD, _SHIELD * 2)
         if self._spelling is None:
             return shielded
-        return self._spelling.sub(lambda found: found[0][:1] + _SHIELD + found[0][1:], shielded)
+        pieces: list[str] = []
+        at = 0
+        for found in _each(self._spelling, shielded, self._longest):
+            pieces += (shielded[at : found.start() + 1], _SHIELD)
+            at = found.start() + 1
+        return "".join((*pieces, shielded[at:]))
 
     def encode_guarded(self, text: str) -> list[int]:
         """Ids of a rendered chat, without BOS or EOS around it; equal to ``encode(text, add_special_tokens=False)``
         where no guarded part spells a special token."""
         ids: list[int] = []
         at = 0
-        for found in self._special.finditer(text) if self._special is not None else ():
+        for found in _each(self._special, text, self._longest) if self._special is not None else ():
             ids += self._encode_literal(text[at : found.start()])
             ids.append(self._id_of_special[found[found.lastindex or 0]])
             at = found.end()
@@ -147,13 +162,32 @@ class Tokenizer:
 
 def _pattern(tokens: Iterable[tokenizers.AddedToken], *, spelling_only: bool = False) -> re.Pattern[str] | None:
     """Matches any of ``tokens``, the longest first, with the white space that a token's flags swallow (unless
-    ``spelling_only``); the group that matched is the token."""
+    ``spelling_only``); the token is the group that matched, or else the whole match. An alternative without a group lets
+    the library skip quickly to characters that begin one."""
     choices = []
     for token in sorted(tokens, key=lambda token: -len(token.content)):
         before = r"\s*" if token.lstrip and not spelling_only else ""
         after = r"\s*" if token.rstrip and not spelling_only else ""
-        choices.append(f"{before}({re.escape(token.content)}){after}")
+        content = re.escape(token.content)
+        choices.append(f"{before}({content}){after}" if before or after else content)
     return re.compile("|".join(choices)) if choices else None
+
+
+def _each(pattern: re.Pattern[str], text: str, longest: int) -> Iterator[re.Match[str]]:
+    """As ``pattern.finditer(text)``, in windows, between which other threads run. ``longest`` bounds what a match begins
+    with; 0: unbounded, then there is one window."""
+    if longest == 0 or len(text) <= WINDOW:
+        yield from pattern.finditer(text)
+        return
+    at = 0
+    for start in range(0, len(text), WINDOW):
+        end = start + WINDOW
+        at = max(at, start)
+        while at < end and (found := pattern.search(text, at, end + longest)) is not None and found.start() < end:
+            whole = pattern.match(text, found.start())  # with all white space behind it
+            assert whole is not None
+            yield whole
+            at = whole.end()
 
 
 def _has_decoder(backend: tokenizers.Tokenizer, kind: str) -> bool:

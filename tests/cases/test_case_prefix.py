@@ -123,7 +123,7 @@ def test_b060_positions_start_behind_the_hit() -> None:
 
 
 def test_b061_who_needs_every_position_takes_no_hit() -> None:
-    """Logprobs of the prompt are not served (a 400, ``tests/server/test_bodies.py``); ``takes_hits`` is their way in."""
+    """Their values are checked in ``tests/conformance/test_prompt_logprobs.py``, also after the prompt was cached."""
     shared = ample()
     starts = []
     for takes_hits in (True, False, True):

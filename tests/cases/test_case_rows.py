@@ -39,6 +39,7 @@ FIELDS: dict[str, SamplingParams] = {
     "min_tokens": attrs.evolve(PLAIN, min_tokens=6, stop_token_ids=(300,), logit_bias={300: 100.0}),
     "seed": attrs.evolve(RANDOM, seed=77),
     "logprobs": attrs.evolve(PLAIN, logprobs=3),
+    "prompt_logprobs": attrs.evolve(PLAIN, prompt_logprobs=3),
     "logits_digest": attrs.evolve(PLAIN, logits_digest=True),
 }
 # What ends a request or shapes its text: control and text hold it by request, never by row.

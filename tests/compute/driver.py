@@ -71,6 +71,12 @@ class Spy:
     def seat(self, seat: Seat) -> None:
         self.events.append(("seat", seat.row))
 
+    def reports_prompt(self, row: int) -> bool:
+        return False
+
+    def prompt_positions(self, row: int, start: int, count: int) -> list[int]:
+        return []
+
     def sample(self, logits: torch.Tensor, rows: Sequence[int], positions: Sequence[int]) -> list[Sampled]:
         for row, position, values in zip(rows, positions, logits.cpu().numpy(), strict=True):
             self.logits[row, position] = values.tobytes()

@@ -106,7 +106,7 @@ def test_sizes_cover_the_largest_steps() -> None:
         rows=4,  # of the largest capture, though two requests can run
         width=8,
         prefill_tokens=40,  # two requests of the length limit
-        prefill_samples=2,
+        prefill_samples=16,  # for prompt logprobs, though two requests can run
         positions=32,
         span=(0, 20),
     )

@@ -337,6 +337,24 @@ def test_a_guarded_chat_keeps_the_templates_tokens_and_no_others() -> None:
             assert tokenizer.encode_guarded(prompt(tokenizer.guard(text))) == plain
 
 
+def test_long_texts_are_searched_in_windows_and_no_token_is_cut(
+    tokenizer: Tokenizer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Special tokens at every distance from a window's edge, guarded and not: the ids of one search over everything."""
+    template = synthetic_model().template
+    assert template is not None
+    text = "".join(f"{'a b ' * 5}{'x' * (i % 7)}<|im_end|>\n" for i in range(60))
+    messages = [{"role": "user", "content": text[:400]}, {"role": "user", "content": text[400:]}]
+    guarded = [message | {"content": tokenizer.guard(message["content"])} for message in messages]
+    whole = [tokenizer.encode_guarded(template.render(given)) for given in (messages, guarded)]
+    assert whole[0] == tokenizer.encode(template.render(messages), add_special_tokens=False) != whole[1]
+    for window in (11, 16, 33, 100):
+        monkeypatch.setattr("engine.loading.tokenizer.WINDOW", window)
+        shielded = [message | {"content": tokenizer.guard(message["content"])} for message in messages]
+        assert shielded == guarded
+        assert [tokenizer.encode_guarded(template.render(given)) for given in (messages, guarded)] == whole
+
+
 def test_every_id_below_the_vocabulary_decodes(tokenizer: Tokenizer) -> None:
     assert tokenizer.vocab_size == 512
     known = tokenizer.backend.get_vocab_size()

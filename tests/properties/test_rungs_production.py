@@ -55,7 +55,13 @@ ELSEWHERE = {
         "row_state.RowOwner.seat",
         "attention.Take.__call__",
     ),
-    "no workload asks for logprobs; tests/sampling does": ("sampler.report", "sampler.digest"),
+    "no workload asks for logprobs; tests/sampling and tests/conformance do": (
+        "sampler.report",
+        "sampler.digest",
+        "sampler.Sampler.note_prompt",
+        "sampling_row.RowState.note_prompt",
+        "sampling_row.RowState.prompt_successor",
+    ),
     "other types and models than fp32 and plain rotary positions; tests/conformance has them": (
         "kernels.copy",
         "rope._original_length",

@@ -35,9 +35,10 @@ EFFECT = {
     "logprobs": SamplingParams(temperature=0.0, logprobs=4),
     "logits_digest": SamplingParams(temperature=0.0, logits_digest=True),
 }
-# Fields that the sampler does not read: they end a request or shape its text.
+# Fields that the sampler does not read, since they end a request or shape its text; and what only a prefill can tell.
 ELSEWHERE = {
     "max_tokens", "stop", "stop_token_ids", "include_stop_str_in_output", "ignore_eos", "skip_special_tokens", "n",
+    "prompt_logprobs",
 }  # fmt: skip
 GREEDY = SamplingParams(temperature=0.0)
 

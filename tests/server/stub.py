@@ -65,7 +65,11 @@ class StubRunner:
         if spec.params.logprobs is not None:
             top = tuple((t, -0.5 * (i + 1)) for i, t in enumerate(range(10, 10 + spec.params.logprobs)))
             logprobs = Logprobs(float("-inf") if token % 7 == 0 else -1.25, 1, top)
-        return Sampled(token, logprobs, digest.hex() if spec.params.logits_digest else None)
+        prompt = None
+        if spec.params.prompt_logprobs is not None and at == 0:
+            best = tuple((t, -0.25 * (i + 1)) for i, t in enumerate(range(20, 20 + spec.params.prompt_logprobs)))
+            prompt = tuple(Logprobs(-0.125 * t, 2, best) for t in tokens[1:prompt_len])
+        return Sampled(token, logprobs, digest.hex() if spec.params.logits_digest else None, prompt)
 
 
 def _requests(plan: Plan) -> set[int]:

@@ -16,12 +16,9 @@ import pytest
 from starlette.testclient import TestClient
 
 from engine.control.scheduler import Scheduler
-from engine.loading.synthetic import synthetic_model
-from server import prompts
 from server.app import create_app, create_lazy_app
 from server.bridge import Bridge, Phase
 from server.live import Choice, Generation
-from server.prompts import LONG_TEXT, read_prompts
 from server.settings import ServerSettings
 from tests.server.stub import StubRunner, stub_engine
 from tests.server.test_bodies import assert_error, wait_ready
@@ -299,66 +296,6 @@ def test_an_idle_engine_thread_sleeps() -> None:
         before = time.clock_gettime(clock)
         time.sleep(0.3)
         assert time.clock_gettime(clock) - before < 0.005
-
-
-def test_a_long_prompt_does_not_freeze_the_rest(monkeypatch: pytest.MonkeyPatch) -> None:
-    """B147: tokenising happens beside the event loop; the gaps between health probes stay short."""
-    started, release = threading.Event(), threading.Event()
-
-    def slow(text: str, *arguments: Any) -> list[int]:
-        if len(text) > 1000:
-            started.set()
-            release.wait(5)
-        return real(text, *arguments)
-
-    real = prompts._tokens
-    monkeypatch.setattr(prompts, "_tokens", slow)
-    with TestClient(create_app(stub_engine())) as client:
-        wait_ready(client)
-        answers: list[Any] = []
-        thread = threading.Thread(
-            target=lambda: answers.append(client.post(COMPLETIONS, json={"prompt": "x" * 100_000}))
-        )
-        thread.start()
-        assert started.wait(5)
-        began = time.monotonic()
-        assert client.get("/health").status_code == 200
-        assert client.post(COMPLETIONS, json=BODY).status_code == 200
-        assert time.monotonic() - began < 1
-        release.set()
-        thread.join(5)
-        assert_error(answers[0], 400)
-
-
-def test_long_texts_are_tokenised_without_the_interpreter_lock() -> None:
-    """B147: the same ids as for short ones, and other threads run meanwhile; the plain call would stop them."""
-    tokenizer = synthetic_model().tokenizer
-    assert tokenizer is not None
-    text = "hello é😀 <|im_end|> water " * 20_000
-    assert len(text) > LONG_TEXT
-    gaps: list[float] = []
-    done = threading.Event()
-
-    def tick() -> None:
-        last = time.monotonic()
-        while not done.is_set():
-            time.sleep(0.002)
-            now = time.monotonic()
-            gaps.append(now - last)
-            last = now
-
-    ticker = threading.Thread(target=tick)
-    ticker.start()
-    (long,) = read_prompts(text, "prompt", synthetic_model(), 512, True)
-    gap = max(gaps)
-    gaps.clear()
-    began = time.monotonic()
-    ids = tokenizer.encode(text)
-    plain = time.monotonic() - began
-    done.set()
-    ticker.join()
-    assert list(long.ids) == ids
-    assert gap < max(0.2, plain / 2)
 
 
 def test_nothing_stays_in_memory() -> None:

@@ -238,7 +238,7 @@ def test_a_server_from_start_to_sigterm(running: Running, folder: Path) -> None:
 def test_ctrl_c_idle_and_sigterm_while_loading(running: Running) -> None:
     loading = start("--port", "0", "--log-level", "info")  # the default model takes longer
     assert loading.stderr is not None
-    assert "loading" in loading.stderr.readline()
+    assert "starting" in loading.stderr.readline()
     for process, number in ((running.process, signal.SIGINT), (loading, signal.SIGTERM)):
         began = time.monotonic()
         process.send_signal(number)
