@@ -86,6 +86,8 @@ def test_too_few_kills_are_told() -> None:
     assert outcome(*(judged("audit", n) for n in range(9)), judged("test", 9)).complaints() == []
     said = outcome(*(judged("audit", n) for n in range(8)), judged("test", 8), judged("test", 9)).complaints()
     assert said == ["8 of 10 were killed, at least 90% must be"]
+    rewording = attrs.evolve(REASON, new="self.num_free -= 12")
+    assert outcome(*(judged("audit", n) for n in range(9)), judged(None, 10), survivors=(rewording,)).complaints() == []
 
 
 def test_a_survivor_needs_a_reason_and_a_killed_one_must_have_none() -> None:
