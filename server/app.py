@@ -19,6 +19,7 @@ from server.context import Context
 from server.fields import FieldJudge
 from server.live_view import LiveView
 from server.metrics import Metrics
+from server.outlet import Outlet
 from server.prompts import Desk
 from server.record import Recorder
 from server.settings import ServerSettings
@@ -36,7 +37,8 @@ def create_lazy_app(make: Callable[[], Engine], settings: ServerSettings | None 
     """As ``create_app``, but ``make`` builds the engine after start-up, on its thread; until then requests get 503."""
     settings = settings or ServerSettings()
     checker = Checker(settings.check, settings.check_interval)
-    metrics = Metrics(settings.metrics_prefix, checker=checker)
+    outlet = Outlet(settings.send_timeout)
+    metrics = Metrics(settings.metrics_prefix, checker=checker, outlet=outlet)
     live = LiveView()
     recorder: Recorder | None = None
 
@@ -80,5 +82,5 @@ def create_lazy_app(make: Callable[[], Engine], settings: ServerSettings | None 
     errors.install(app)
     for router in (openai_api.router, generate_api.router, info_api.router, info_api.json_router, page.router):
         app.include_router(router)
-    app.add_middleware(FrontDoor, settings=settings)
+    app.add_middleware(FrontDoor, settings=settings, outlet=outlet)
     return app

@@ -19,6 +19,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from server.errors import ApiError, of_exception
 from server.logs import printable
+from server.outlet import Outlet, SlowReader
 from server.page import FILES
 from server.settings import ServerSettings
 
@@ -38,8 +39,9 @@ class _ClientGone(Exception):
 class FrontDoor:
     """Wraps the application. Anything that is not HTTP (the lifespan) passes through."""
 
-    def __init__(self, app: ASGIApp, settings: ServerSettings) -> None:
+    def __init__(self, app: ASGIApp, settings: ServerSettings, outlet: Outlet | None = None) -> None:
         self.app = app
+        self.outlet = outlet or Outlet(settings.send_timeout)
         self.max_body_bytes = settings.max_body_bytes
         self._keys = [hashlib.sha256(key.encode()).digest() for key in settings.api_keys]
 
@@ -51,19 +53,22 @@ class FrontDoor:
         request_id = clean_id(headers.get("x-request-id"))
         started = time.perf_counter()
         status = 0
+        whole = False
+        abort = scope.get("state", {}).get("abort")
 
         async def tagged(message: Message) -> None:
-            nonlocal status
+            nonlocal status, whole
             if message["type"] == "http.response.start":
                 status = message["status"]
                 MutableHeaders(scope=message)["X-Request-Id"] = request_id
-            await send(message)
+            await self.outlet.send(send, message, abort)
+            whole = message["type"] == "http.response.body" and not message.get("more_body", False)
 
         scope.setdefault("state", {})["request_id"] = request_id
         with structlog.contextvars.bound_contextvars(request_id=request_id):
             try:
                 await self._answer(scope, headers, receive, tagged)
-            except _ClientGone:
+            except (_ClientGone, SlowReader):
                 status = 499
             except Exception as error:  # noqa: BLE001 - an error object even for what nobody foresaw
                 answer = of_exception(error)
@@ -75,7 +80,7 @@ class FrontDoor:
                     "request",
                     method=scope["method"],
                     path=printable(scope["path"][:200]),
-                    status=status or 499,  # nothing was sent: the client was gone
+                    status=status if whole else 499,  # the client was gone before the end
                     seconds=round(time.perf_counter() - started, 4),
                 )
 

@@ -6,12 +6,14 @@ Imports neither torch nor FastAPI, so that ``--help`` and ``--dry-run`` answer a
 from __future__ import annotations
 
 import os
+import re
 import sys
 from collections.abc import Sequence
 from importlib import metadata, util
 from pathlib import Path
 from typing import Any
 
+import attrs
 import cyclopts
 from cyclopts import App
 
@@ -27,6 +29,9 @@ _HELP = (
     "that --config names; a flag beats the variable, the variable beats the file. `python -m server bench --help` is about "
     "measuring a server, `python -m server graphbench --help` about comparing recorded graphs with eager steps."
 )
+
+
+_OTHER_VARIABLES = frozenset({"LOCKSTEP_PROFILE", "LOCKSTEP_SAMPLE"})  # of the harness and the tests
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -45,6 +50,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         if options is None:  # --help or --version
             return 0
         config, settings = options.engine_config(), options.settings()
+        _warn_about_variables()
         _check_model_path(config.model)
         if options.dry_run:
             _print_plan(options, config)
@@ -108,12 +114,22 @@ def _config_path(arguments: Sequence[str]) -> Path | None:
     return Path(named) if named else None
 
 
+def _warn_about_variables() -> None:
+    """A variable that was misspelled would otherwise change nothing, in silence."""
+    known = {f"LOCKSTEP_{field.name.upper()}" for field in attrs.fields(Options)} | _OTHER_VARIABLES
+    unknown = sorted(name for name in os.environ if name.startswith("LOCKSTEP_") and name not in known)
+    if unknown:
+        print(f"warning: no option belongs to {', '.join(unknown)}", file=sys.stderr)
+
+
 def _print_plan(options: Options, config: EngineConfig) -> None:
     """The resolved options, and what the file system and the installed packages say."""
     for flag, value, is_set in options.rows():
         print(f"{flag:28} {value}{'  (set)' if is_set else ''}")
     print()
     print(f"{'torch':28} {_version('torch')}")
+    if config.device == "cuda" and not _torch_has_cuda():
+        print("warning: device is 'cuda', but the torch that is installed was built without CUDA", file=sys.stderr)
     print(f"{'model':28} {_model(config.model)}")
     if config.num_kv_blocks is None:
         print(f"{'KV cache':28} sized at start, by free memory")
@@ -134,6 +150,16 @@ def _version(package: str) -> str:
         return metadata.version(package)
     except metadata.PackageNotFoundError:
         return "not installed"
+
+
+def _torch_has_cuda() -> bool:
+    """Read from torch's own file, since importing it takes seconds."""
+    spec = util.find_spec("torch")
+    if spec is None or spec.origin is None:
+        return False
+    version = Path(spec.origin).with_name("version.py")
+    found = re.search(r"^cuda\b[^=\n]*= *(.+)$", version.read_text(encoding="utf-8"), re.MULTILINE)
+    return found is not None and found[1].strip() != "None"
 
 
 def _model(named: str | None) -> str:

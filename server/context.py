@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import hashlib
 from collections.abc import Callable, Mapping, Sequence
 from importlib import metadata
@@ -100,10 +101,23 @@ class Context:
             generation = await self.bridge.submit([p.ids for p in prompts], params, choices, priority, salt)
         except InvalidRequest as error:
             raise of_invalid(error, names) from None
+        limit = self.settings.request_timeout
+        timer = asyncio.get_running_loop().call_later(limit, self._time_out, generation) if limit else None
         try:
             await reply(send, shape(generation), generation, stream=stream, ping_interval=self.settings.ping_interval)
         finally:
+            if timer is not None:
+                timer.cancel()
             self.bridge.close(generation)
+
+    def _time_out(self, generation: Generation) -> None:
+        """What came so far was sent; the rest is one error."""
+        if not generation.ended:
+            self.metrics.outlet.timed_out += 1
+            limit = self.settings.request_timeout
+            generation.fail(
+                ApiError(504, f"the request ran longer than {limit:g} seconds and was ended", code="request_timeout")
+            )
 
 
 def _check_before_queue(

@@ -35,6 +35,7 @@ ERRORS: dict[int | str, dict[str, Any]] = {
     422: _error("Never sent; a body that does not fit is a 400."),
     429: _error("The queue is full; Retry-After says when to try again."),
     500: _error("The engine failed on this request."),
+    504: _error("The request ran longer than this server allows."),
     503: _error("Loading, shutting down, or stopped."),
 }
 STREAMED: dict[int | str, dict[str, Any]] = {

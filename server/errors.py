@@ -35,6 +35,7 @@ _TYPE_OF_STATUS = {
     429: "rate_limit_error",
     500: "server_error",
     503: "service_unavailable_error",
+    504: "timeout_error",
 }
 _CODE_OF_STATUS = {404: "not_found", 405: "method_not_allowed"}
 _BRANCHES = frozenset({"str", "int", "float", "bool"})  # what pydantic calls the alternatives of a union

@@ -20,6 +20,7 @@ from engine.control.counters import Counters
 from engine.control.record import StepRecord
 from server.bridge import StepTimes
 from server.check import Checker
+from server.outlet import Outlet
 
 if TYPE_CHECKING:
     from engine.engine import Engine
@@ -120,9 +121,16 @@ class Reading:
 class Metrics:
     """A sink of the bridge. ``model_name`` may be anything; the exposition format escapes it."""
 
-    def __init__(self, prefix: str = "lockstep", model_name: str = "", checker: Checker | None = None) -> None:
+    def __init__(
+        self,
+        prefix: str = "lockstep",
+        model_name: str = "",
+        checker: Checker | None = None,
+        outlet: Outlet | None = None,
+    ) -> None:
         self.prefix = prefix
         self.checker = checker or Checker()
+        self.outlet = outlet or Outlet()
         self.model_name = model_name
         self.reading = Reading()
         self.registry = CollectorRegistry()
@@ -185,10 +193,12 @@ class _Readings(Collector):
         reading = self._metrics.reading
         counters = reading.counters
         checker = self._metrics.checker
+        outlet = self._metrics.outlet
         used = reading.blocks - reading.free_blocks
         yield self._gauge("num_requests_running", "Requests that hold a row.", reading.running)
         yield self._gauge("num_requests_waiting", "Requests in the queue, preempted ones included.", reading.waiting)
         yield self._gauge("kv_cache_usage_perc", "Share of KV blocks in use, 0 to 1.", used / max(1, reading.blocks))
+        yield self._gauge("sends_blocked", "Sends that wait for their reader now.", outlet.blocked)
         yield self._states("blocks", "KV blocks.", {"used": used, "free": reading.free_blocks})
         yield self._gauge("cached_blocks", "Free KV blocks that still hold a prefix.", reading.cached_blocks)
         yield self._states("rows", "Cache rows.", {"used": reading.rows - reading.free_rows, "free": reading.free_rows})
@@ -205,6 +215,9 @@ class _Readings(Collector):
             ("invariant_checks", "Audits of the engine between iterations.", checker.checks),
             ("invariant_violations", "What those audits found.", checker.violations),
             ("invariant_check_seconds", "What they took.", checker.seconds),
+            ("slow_readers_dropped", "Clients cut off because they did not read.", outlet.dropped),
+            ("send_blocked_seconds", "What sends have waited for their readers.", outlet.blocked_seconds),
+            ("requests_timed_out", "Requests ended by --request-timeout.", outlet.timed_out),
             ("requests_aborted", "Requests ended by their client or by a shutdown.", counters.finished["abort"]),
         ):
             yield self._total(name, text, (), {(): value})

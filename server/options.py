@@ -101,6 +101,12 @@ class Options:
         float, _flag(_HTTP, "Seconds after which a stuck iteration fails /health; 0 is never.")
     ] = 60.0
     ping_interval: Annotated[float, _flag(_HTTP, "Seconds between comments in a silent stream; 0 is never.")] = 15.0
+    send_timeout: Annotated[
+        float, _flag(_HTTP, "Seconds after which a client that does not read its answer is cut off; 0 is never.")
+    ] = 60.0
+    request_timeout: Annotated[
+        float, _flag(_HTTP, "Seconds that a request may take, waiting included, before it is ended; 0 is any time.")
+    ] = 0.0
     metrics_prefix: Annotated[str, _flag(_HTTP, "Prefix of the metrics' names; vllm makes its dashboards work.")] = (
         "lockstep"
     )

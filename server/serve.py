@@ -27,6 +27,7 @@ from server import console, logs
 from server.app import create_lazy_app
 from server.bridge import Phase
 from server.context import Context
+from server.outlet import Abortable
 from server.settings import ServerSettings
 from server.sockets import BACKLOG, StartError, url_of
 
@@ -60,7 +61,7 @@ def serve(config: EngineConfig, settings: ServerSettings, sock: socket.socket) -
     context: Context = app.state.context
     server = _Server(
         uvicorn.Config(
-            app,
+            Abortable(app),
             log_config=None,
             access_log=False,
             server_header=False,

@@ -20,9 +20,10 @@ class ServerSettings:
     """Settings of one HTTP front. Times are seconds, sizes bytes. Raises ``ConfigError`` for a value that cannot work.
 
     ``served_model_name``: the names that requests may use; empty means the model's own name. ``api_keys``: with any,
-    every path but /health, /ready and /version asks for one. ``ping_interval``: a silent stream sends an SSE comment
-    this often. ``stall_timeout``: an iteration that runs longer makes /health answer 503. ``check``: see server/check.py;
-    ``record``: see server/record.py.
+    every path but /health, /ready and /version asks for one. ``max_prompt_bytes``: see ``Reading``. ``ping_interval``: a
+    silent stream sends an SSE comment this often. ``send_timeout``: a client that does not read for so long is cut off;
+    ``request_timeout``: a request that runs longer ends with an error; 0 is never, for both. ``stall_timeout``: an iteration
+    that runs longer makes /health answer 503. ``check``: see server/check.py; ``record``: see server/record.py.
     """
 
     host: str = "127.0.0.1"
@@ -37,6 +38,8 @@ class ServerSettings:
     drain_timeout: float = 30.0
     stall_timeout: float = 60.0
     ping_interval: float = 15.0
+    send_timeout: float = 60.0
+    request_timeout: float = 0.0
     check: str = "off"
     check_interval: int = 1
     record: Path | None = None
@@ -62,7 +65,7 @@ class ServerSettings:
             raise ConfigError(
                 "max_prompt_bytes", f"max_prompt_bytes is {self.max_prompt_bytes}, but must be at least 1"
             )
-        for field in ("drain_timeout", "stall_timeout", "ping_interval"):
+        for field in ("drain_timeout", "stall_timeout", "ping_interval", "send_timeout", "request_timeout"):
             if not 0 <= getattr(self, field) <= 86400:
                 raise ConfigError(field, f"{field} is {getattr(self, field)}, but must be in 0..86400 seconds")
         if not 1 <= self.check_interval <= 10**9:

@@ -121,7 +121,9 @@ def test_openai_chat(client: openai.OpenAI) -> None:
     )
     chunks = list(stream)
     assert "".join(c.choices[0].delta.content or "" for c in chunks if c.choices) == plain.choices[0].message.content
-    assert chunks[-1].usage == plain.usage
+    usage = chunks[-1].usage
+    assert usage is not None
+    assert usage.total_tokens == plain.usage.total_tokens  # the second may find more in the prefix cache
     with client.chat.completions.stream(model="tiny", messages=[{"role": "user", "content": "bye"}]) as helper:
         final = helper.get_final_completion()
     assert final.choices[0].message.content == "AB"

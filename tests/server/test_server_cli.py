@@ -274,3 +274,30 @@ def test_engine_death_ends_the_process_with_3(folder: Path) -> None:
     status, _, err = finish(server.process)
     assert status == 3
     assert "the engine loop failed" in err
+
+
+def test_a_variable_that_belongs_to_no_option_is_named_once(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("LOCKSTEP_MAX_NUM_SEQ", "5")
+    monkeypatch.setenv("LOCKSTEP_APIKEY", "secret")
+    monkeypatch.setenv("LOCKSTEP_MAX_NUM_SEQS", "5")
+    status, _, err = in_process(capsys, "--dry-run")
+    assert status == 0
+    assert err == "warning: no option belongs to LOCKSTEP_APIKEY, LOCKSTEP_MAX_NUM_SEQ\n"
+
+
+@pytest.mark.parametrize("value", ["None", "'13.0'"])
+def test_a_dry_run_for_cuda_says_whether_torch_has_it(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path, value: str
+) -> None:
+    package = tmp_path / "torch"
+    package.mkdir()
+    (package / "__init__.py").touch()
+    (package / "version.py").write_text(f"__all__ = ['cuda']\ncuda: Optional[str] = {value}\n")
+    monkeypatch.syspath_prepend(str(tmp_path))
+    monkeypatch.delitem(sys.modules, "torch", raising=False)
+    status, _, err = in_process(capsys, "--dry-run", "--device", "cuda")
+    assert status == 0
+    assert ("built without CUDA" in err) == (value == "None")
+    assert in_process(capsys, "--dry-run", "--device", "cpu")[2] == ""
