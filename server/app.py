@@ -8,10 +8,11 @@ from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 
 from fastapi import FastAPI
+from starlette.middleware.cors import CORSMiddleware
 
 from engine import __version__
 from engine.engine import Engine
-from server import errors, generate_api, info_api, openai_api, page
+from server import debug_api, errors, generate_api, info_api, openai_api, page
 from server.asgi import FrontDoor
 from server.bridge import Bridge
 from server.check import Checker
@@ -80,7 +81,22 @@ def create_lazy_app(make: Callable[[], Engine], settings: ServerSettings | None 
     )
     app.state.context = context
     errors.install(app)
-    for router in (openai_api.router, generate_api.router, info_api.router, info_api.json_router, page.router):
+    for router in (
+        openai_api.router,
+        generate_api.router,
+        info_api.router,
+        info_api.json_router,
+        debug_api.router,
+        page.router,
+    ):
         app.include_router(router)
     app.add_middleware(FrontDoor, settings=settings, outlet=outlet)
+    if settings.cors_origins:  # around the door, since a browser's question beforehand brings no key
+        app.add_middleware(
+            CORSMiddleware,
+            allow_origins=settings.cors_origins,
+            allow_methods=["GET", "POST"],
+            allow_headers=["Authorization", "Content-Type", "X-Request-Id"],
+            expose_headers=["X-Request-Id", "Retry-After"],
+        )
     return app

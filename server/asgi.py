@@ -12,6 +12,7 @@ import hmac
 import re
 import time
 import uuid
+from collections.abc import Sequence
 
 import structlog
 from starlette.datastructures import Headers, MutableHeaders
@@ -43,7 +44,8 @@ class FrontDoor:
         self.app = app
         self.outlet = outlet or Outlet(settings.send_timeout)
         self.max_body_bytes = settings.max_body_bytes
-        self._keys = [hashlib.sha256(key.encode()).digest() for key in settings.api_keys]
+        self._keys = settings.api_keys
+        self._admin_keys = settings.admin_keys
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
@@ -104,21 +106,20 @@ class FrontDoor:
         await self.app(scope, again, send)
 
     def _check_key(self, scope: Scope, headers: Headers) -> None:
-        trusted = not self._keys or self._has_key(headers)
+        admin = _has_key(headers, self._admin_keys)
+        trusted = not self._keys or admin or _has_key(headers, self._keys)
+        scope["state"]["admin"] = admin
         scope["state"]["trusted"] = trusted  # open paths say less to strangers
-        if not trusted and scope["path"] not in OPEN_PATHS:
+        debug = scope["path"].startswith("/debug/")
+        if debug and not self._admin_keys:
+            raise ApiError(404, "there is no such path", code="not_found")
+        if not (admin if debug else trusted or scope["path"] in OPEN_PATHS):
             raise ApiError(
                 401,
                 "a valid key is needed, as in 'Authorization: Bearer KEY'",
                 code="invalid_api_key",
                 headers={"WWW-Authenticate": "Bearer"},
             )
-
-    def _has_key(self, headers: Headers) -> bool:
-        scheme, _, key = headers.get("authorization", "").partition(" ")
-        given = hashlib.sha256(key.strip().encode("utf-8", "surrogateescape")).digest()
-        known = [hmac.compare_digest(given, digest) for digest in self._keys]  # all of them, in constant time
-        return scheme.lower() == "bearer" and any(known)
 
     async def _read(self, headers: Headers, receive: Receive) -> bytes:
         """The body, judged by its announced length and by the bytes that arrive."""
@@ -149,6 +150,13 @@ class FrontDoor:
             code="body_too_large",
             headers={"Connection": "close"},
         )
+
+
+def _has_key(headers: Headers, digests: Sequence[bytes]) -> bool:
+    scheme, _, key = headers.get("authorization", "").partition(" ")
+    given = hashlib.sha256(key.strip().encode("utf-8", "surrogateescape")).digest()
+    known = [hmac.compare_digest(given, digest) for digest in digests]  # all of them, in constant time
+    return scheme.lower() == "bearer" and any(known)
 
 
 def clean_id(given: str | None) -> str:

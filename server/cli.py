@@ -19,6 +19,7 @@ from cyclopts import App
 
 from engine import __version__
 from engine.config import ConfigError, EngineConfig
+from engine.request import MAX_CHOICES, MAX_LOGPROBS, MAX_STOP_CHARS, MAX_STOP_STRINGS
 from server.options import Options
 from server.sockets import StartError, bind
 
@@ -26,11 +27,11 @@ _HELP = (
     "Serves a language model over HTTP: OpenAI's completions and chat, SGLang's /generate, Prometheus metrics. "
     "Without options, the small model that is installed beside the engine answers on http://127.0.0.1:8000. "
     "Every option is also an environment variable (--max-num-seqs is LOCKSTEP_MAX_NUM_SEQS) and a key of the TOML file "
-    "that --config names; a flag beats the variable, the variable beats the file. `python -m server bench --help` is about "
-    "measuring a server, `python -m server graphbench --help` about comparing recorded graphs with eager steps."
+    "that --config names; a flag beats the variable, the variable beats the file. One request may ask for "
+    f"{MAX_CHOICES} answers, {MAX_LOGPROBS} logprobs and {MAX_STOP_STRINGS} stop strings of {MAX_STOP_CHARS} characters. "
+    "`python -m server bench --help` is about measuring a server, `python -m server graphbench "
+    "--help` about comparing recorded graphs with eager steps."
 )
-
-
 _OTHER_VARIABLES = frozenset({"LOCKSTEP_PROFILE", "LOCKSTEP_SAMPLE"})  # of the harness and the tests
 
 

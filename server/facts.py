@@ -10,10 +10,29 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
+from engine.request import (
+    MAX_CHOICES,
+    MAX_LOGIT_BIAS,
+    MAX_LOGPROBS,
+    MAX_SALT_CHARS,
+    MAX_STOP_CHARS,
+    MAX_STOP_STRINGS,
+)
 from server.metrics import Reading
 
 if TYPE_CHECKING:
     from engine.engine import Engine
+
+
+# What one request may ask for, whatever the model; more is a 400.
+REQUEST_LIMITS = {
+    "n": MAX_CHOICES,
+    "logprobs": MAX_LOGPROBS,
+    "stop_strings": MAX_STOP_STRINGS,
+    "stop_string_chars": MAX_STOP_CHARS,
+    "logit_bias_entries": MAX_LOGIT_BIAS,
+    "cache_salt_chars": MAX_SALT_CHARS,
+}
 
 
 def promises(engine: Engine) -> dict[str, Any]:

@@ -14,7 +14,7 @@ from server.bridge import Phase
 from server.context import TORCH, Context, context_of
 from server.documents import ERRORS
 from server.errors import ApiError
-from server.facts import promises, readings
+from server.facts import REQUEST_LIMITS, promises, readings
 from server.prompts import need_tokenizer, read_messages, read_prompts
 from server.schemas import DetokenizeBody, TokenizeBody
 from server.strict_json import JsonRoute, dumps
@@ -114,7 +114,9 @@ async def server_info(request: Request) -> Response:
 
 
 def _promises(context: Context) -> dict[str, Any]:
-    return {"served_model_name": list(context.names), **promises(context.bridge.engine)}
+    limits = {**REQUEST_LIMITS, "body_bytes": context.settings.max_body_bytes}
+    limits |= {"prompt_bytes": context.settings.max_prompt_bytes, "seconds": context.settings.request_timeout or None}
+    return {"served_model_name": list(context.names), "request_limits": limits, **promises(context.bridge.engine)}
 
 
 @router.get("/model_info", response_class=Response)

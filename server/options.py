@@ -13,7 +13,7 @@ from typing import Annotated, Any
 import attrs
 from cyclopts import Group, Parameter
 
-from engine.config import EngineConfig
+from engine.config import ConfigError, EngineConfig
 from server.settings import ServerSettings
 
 _MODEL = Group("Model", sort_key=1)
@@ -90,6 +90,17 @@ class Options:
             _HTTP, "A key that requests must bring; may be given several times. LOCKSTEP_API_KEY keeps it out of ps."
         ),
     ] = ()
+    api_key_file: Annotated[
+        Path | None,
+        _flag(_HTTP, "A file with more such keys, one a line; empty lines and those that begin with # are not."),
+    ] = None
+    admin_key: Annotated[
+        str | None, _flag(_HTTP, "A key for /debug/*, which does not exist without one. LOCKSTEP_ADMIN_KEY is better.")
+    ] = None
+    cors_origin: Annotated[
+        tuple[str, ...],
+        _flag(_HTTP, "An origin whose pages may call this server, as https://example.org; may be given several times."),
+    ] = ()
     max_body_bytes: Annotated[int, _flag(_HTTP, "Largest request body.")] = 4 * 2**20
     max_prompt_bytes: Annotated[
         int, _flag(_HTTP, "Most text that one request may have tokenised, in bytes of UTF-8; more is a 400.")
@@ -140,16 +151,38 @@ class Options:
 
     def settings(self) -> ServerSettings:
         """Raises ``ConfigError``."""
-        names = {"api_keys": "api_key"}
-        fields = attrs.fields(ServerSettings)
-        return ServerSettings(**{field.name: getattr(self, names.get(field.name, field.name)) for field in fields})
+        others: dict[str, Any] = {
+            "api_keys": (*self.api_key, *_keys_in(self.api_key_file)),
+            "admin_keys": () if self.admin_key is None else (self.admin_key,),
+            "cors_origins": self.cors_origin,
+        }
+        names = [field.name for field in attrs.fields(ServerSettings) if field.name not in others]
+        return ServerSettings(**others, **{name: getattr(self, name) for name in names})
 
     def rows(self) -> Iterator[tuple[str, str, bool]]:
         """(flag, value, whether it was set) for people; keys are not shown."""
         for field in attrs.fields(Options):
             value = getattr(self, field.name)
-            shown = f"{len(value)} given" if field.name == "api_key" else _shown(value)
+            secret = field.name in ("api_key", "admin_key")
+            shown = (
+                f"{len(value) if isinstance(value, tuple) else int(value is not None)} given"
+                if secret
+                else _shown(value)
+            )
             yield f"--{field.name.replace('_', '-')}", shown, value != field.default
+
+
+def _keys_in(path: Path | None) -> list[str]:
+    if path is None:
+        return []
+    try:
+        lines = [line.strip() for line in path.read_text(encoding="utf-8").splitlines()]
+    except (OSError, UnicodeDecodeError) as error:
+        raise ConfigError("api_key_file", f"api_key_file is {str(path)!r}, but cannot be read: {error}") from None
+    keys = [line for line in lines if line and not line.startswith("#")]
+    if not keys:
+        raise ConfigError("api_key_file", f"api_key_file is {str(path)!r}, but holds no key")
+    return keys
 
 
 def _shown(value: object) -> str:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import hashlib
 import re
+from collections.abc import Iterable
 from pathlib import Path
 
 import attrs
@@ -12,7 +14,12 @@ from server.check import MODES
 
 LOG_LEVELS = ("debug", "info", "warning", "error")
 LOG_FORMATS = ("text", "json")
+_ORIGIN = re.compile(r"[a-z][a-z0-9+.-]*://[^/?#\s]+")
 _METRIC_PREFIX = re.compile(r"[a-zA-Z_][a-zA-Z0-9_]*")
+
+
+def _digests(keys: Iterable[str]) -> tuple[bytes, ...]:
+    return tuple(hashlib.sha256(key.encode()).digest() for key in keys)
 
 
 @attrs.frozen(kw_only=True)
@@ -20,7 +27,9 @@ class ServerSettings:
     """Settings of one HTTP front. Times are seconds, sizes bytes. Raises ``ConfigError`` for a value that cannot work.
 
     ``served_model_name``: the names that requests may use; empty means the model's own name. ``api_keys``: with any,
-    every path but /health, /ready and /version asks for one. ``max_prompt_bytes``: see ``Reading``. ``ping_interval``: a
+    every path but /health, /ready and /version asks for one. ``admin_keys``: open /debug/* and everything else; without any
+    there is no /debug/*. Keys are given as text and kept as digests. ``cors_origins``: whose pages may call this server from
+    a browser; by default nobody's. ``max_prompt_bytes``: see ``Reading``. ``ping_interval``: a
     silent stream sends an SSE comment this often. ``send_timeout``: a client that does not read for so long is cut off;
     ``request_timeout``: a request that runs longer ends with an error; 0 is never, for both. ``stall_timeout``: an iteration
     that runs longer makes /health answer 503. ``check``: see server/check.py; ``record``: see server/record.py.
@@ -29,7 +38,9 @@ class ServerSettings:
     host: str = "127.0.0.1"
     port: int = 8000
     served_model_name: tuple[str, ...] = ()
-    api_keys: tuple[str, ...] = attrs.field(default=(), repr=False)
+    api_keys: tuple[bytes, ...] = attrs.field(default=(), repr=False, converter=_digests)
+    admin_keys: tuple[bytes, ...] = attrs.field(default=(), repr=False, converter=_digests)
+    cors_origins: tuple[str, ...] = ()
     metrics_prefix: str = "lockstep"
     log_level: str = "info"
     log_format: str = "text"
@@ -72,6 +83,12 @@ class ServerSettings:
             raise ConfigError("check_interval", f"check_interval is {self.check_interval}, but must be at least 1")
         if self.record is not None and not self.record.parent.is_dir():
             raise ConfigError("record", f"record is {str(self.record)!r}, but there is no folder {self.record.parent}")
+        for origin in self.cors_origins:
+            if origin != "*" and not _ORIGIN.fullmatch(origin):
+                raise ConfigError(
+                    "cors_origins",
+                    f"cors_origin is {origin!r}, but must be like https://example.org, without a path, or *",
+                )
         if any(not name for name in self.served_model_name):
             raise ConfigError("served_model_name", "served_model_name holds an empty name")
         if any(not key for key in self.api_keys):
