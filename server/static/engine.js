@@ -16,6 +16,7 @@ const charts = {
   replay: new Chart(chart("replay"), [line], 100, " %"),
 };
 let shape = { blocks: 0, block_size: 0, rows: 0 }, last = null, lastAt = 0, idleAt = 0;
+let sampled = [];  // [when, tokens since start] of the last second: a rate over less would show how steps fall into frames
 
 function set(id, text) { if (at(id).textContent !== text) at(id).textContent = text; }
 
@@ -27,15 +28,17 @@ export function take(frame) {
   tiles(frame);
   rows(frame);
   if (before) {
-    // After a pause the first frame covers the steps since the engine woke, not the pause.
-    const seconds = Math.max(0.05, Math.min(now - lastAt, 1000) / 1000);
-    const rate = (totals.sampled_tokens - before.sampled_tokens) / seconds;
+    if (now - lastAt > 1500) sampled = [[now - 200, before.sampled_tokens]];  // the engine was idle until just now
+    while (sampled.length > 1 && now - sampled[0][0] > 1000) sampled.shift();
+    const rate = (totals.sampled_tokens - sampled[0][1]) / Math.max(0.2, (now - sampled[0][0]) / 1000);
     charts.rate.add(now, rate);
     set("rate", brief(rate));
     const steps = totals.decode_steps - before.decode_steps;
     if (steps) charts.replay.add(now, (100 * (totals.replayed - before.replayed)) / steps);
     if (totals.preemptions > before.preemptions) charts.load.tick(now);
   }
+  if (!before) sampled = [];
+  sampled.push([now, totals.sampled_tokens]);
   charts.load.add(now, frame.requests.length, frame.waiting);
   for (const wait of frame.first || []) charts.first.add(now, wait);
   if (frame.between) charts.between.add(now, frame.between[0], frame.between[1]);

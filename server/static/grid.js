@@ -40,7 +40,7 @@ export function cell(context, x, y, size, code, theme) {
   if (code === CACHED) {
     context.fillStyle = theme.panel;
     context.fillRect(x, y, s, s);
-    triangle(theme.soft, s, s);
+    triangle(theme.cached, s, s);
   } else if (code === LOST) {
     context.fillStyle = theme.alarm;
     context.fillRect(x, y, s, s);
@@ -57,7 +57,7 @@ export function cell(context, x, y, size, code, theme) {
   }
 }
 
-export const theme = () => Object.fromEntries(["paper", "panel", "ink", "soft", "line", "alarm"].map((name) => [name, style(`--${name}`)]));
+export const theme = () => Object.fromEntries(["paper", "panel", "ink", "line", "cached", "alarm"].map((name) => [name, style(`--${name}`)]));
 
 export class Grid {
   constructor(canvas, readout) {

