@@ -28,4 +28,4 @@ export function fitted(canvas, width, height) {
 }
 
 // Numbers for people: 3 digits, no more.
-export const brief = (value) => (value >= 100 ? Math.round(value).toLocaleString("en") : value >= 10 ? value.toFixed(1) : value.toFixed(2).replace(/\.?0+$/, "") || "0");
+export const brief = (value) => (value >= 100 ? Math.round(value).toLocaleString("en") : String(Number(value.toPrecision(3))));

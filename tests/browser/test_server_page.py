@@ -371,7 +371,7 @@ def test_the_picture_of_the_readme(browser: Browser, pytestconfig: pytest.Config
         return Engine.from_config(config) if kept else stub_engine(SlowRunner(), num_blocks=40, max_model_len=120)
 
     with serving(make) as (url, context):
-        page = browser.new_page(viewport={"width": 1180, "height": 830})
+        page = browser.new_page(viewport={"width": 1120, "height": 800})
         trouble = watched(page, url)
         page.goto(url)
         page.locator("body[data-ready=yes]").wait_for()
