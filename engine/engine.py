@@ -10,6 +10,7 @@ step failures, and on nothing else.
 from __future__ import annotations
 
 import secrets
+import time
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Protocol
 
@@ -72,6 +73,15 @@ def choice_seed(seed: int, choice: int) -> int:
     return (z ^ (z >> 31)) >> 1  # non-negative, so that it can be sent back as a seed
 
 
+@attrs.define
+class Seconds:
+    """Where the time of all iterations went, for people; nothing is decided by it. ``execute`` includes the sampler, whose
+    share the runner may tell as ``sample_seconds``; ``schedule`` is planning and committing, stop strings included."""
+
+    schedule: float = 0.0
+    execute: float = 0.0
+
+
 class Tap(Protocol):
     """Is told of every event and iteration, in their order, on the thread that owns the engine; decides nothing."""
 
@@ -108,6 +118,7 @@ class Engine:
         self._model = model
         self._capacity = tuple(capacity)
         self.tap: Tap | None = None
+        self.seconds = Seconds()
 
     @classmethod
     def from_config(cls, config: EngineConfig, progress: Progress | None = None) -> Engine:
@@ -207,7 +218,10 @@ class Engine:
         return record
 
     def _iterate(self) -> StepRecord:
+        began = time.perf_counter()
         plan = self.scheduler.plan()
+        planned = time.perf_counter()
+        self.seconds.schedule += planned - began
         try:
             sampled = self.runner.execute(plan)
         except Exception as error:  # noqa: BLE001 - rule 3: whatever compute raised is the end of this plan only
@@ -215,7 +229,12 @@ class Engine:
         except BaseException:  # Ctrl-C: an iteration that stays open would let no other follow
             self.scheduler.fail(plan, "interrupted")
             raise
-        return self.scheduler.commit(plan, sampled)
+        finally:
+            executed = time.perf_counter()
+            self.seconds.execute += executed - planned
+        record = self.scheduler.commit(plan, sampled)
+        self.seconds.schedule += time.perf_counter() - executed
+        return record
 
     # Readings ----------------------------------------------------------------------------------------------------
 

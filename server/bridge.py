@@ -25,6 +25,7 @@ import structlog
 from engine.control.plan import Sampled
 from engine.control.record import Finished, StepRecord
 from engine.request import InvalidRequest, SamplingParams
+from engine.text.stream import TextStream
 from server.check import Checker
 from server.errors import ApiError
 from server.live import Choice, Generation, failure
@@ -61,12 +62,31 @@ class StepTimes:
     between_tokens: list[float] = attrs.field(factory=list)
     ends: list[float] = attrs.field(factory=list)
     prompt_tokens: int = 0
+    text: float = 0.0  # incremental text of requests with stop strings, on the engine thread (rule 13)
 
 
 class Sink(Protocol):
     """Told of every step on the engine thread. What it raises is logged and goes no further."""
 
     def step(self, engine: Engine, record: StepRecord, times: StepTimes) -> None: ...
+
+
+class _TimedText:
+    """A text whose pushes are measured, since they happen between two iterations of everybody."""
+
+    def __init__(self, text: TextStream, bridge: Bridge) -> None:
+        self._text, self._bridge = text, bridge
+
+    @property
+    def matched(self) -> str | None:
+        return self._text.matched
+
+    def push(self, token: int, may_stop: bool = True) -> bool:
+        began = time.perf_counter()
+        try:
+            return self._text.push(token, may_stop)
+        finally:
+            self._bridge.text_seconds += time.perf_counter() - began
 
 
 class Bridge:
@@ -89,6 +109,7 @@ class Bridge:
         self.step_began: float | None = None  # monotonic; None between steps
 
         self._commands: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
+        self.text_seconds = 0.0  # since the latest step was published; engine thread only
         self._live: dict[int, tuple[Generation, Choice]] = {}  # engine thread only
         self._lock = threading.Lock()
         self._outbox: list[Callable[[], None]] = []
@@ -290,7 +311,7 @@ class Bridge:
                 engine.check(prompt, generation.params)
             for index, prompt in enumerate(generation.prompts):
                 choices = generation.choices[index * n : (index + 1) * n]
-                texts = [choice.text for choice in choices] if generation.params.stop else ()
+                texts = [_TimedText(choice.text, self) for choice in choices] if generation.params.stop else ()
                 submitted = engine.submit(
                     prompt, generation.params, priority=generation.priority, texts=texts, salt=generation.salt
                 )
@@ -320,7 +341,8 @@ class Bridge:
 
     def _publish(self, engine: Engine, record: StepRecord) -> None:
         now = time.monotonic()
-        times = StepTimes()
+        times = StepTimes(text=self.text_seconds)
+        self.text_seconds = 0.0
         batch: list[Callable[[], None]] = []
         ends = {end.request: end for end in (*record.aborted, *record.finished)}
         for request, sampled in record.sampled:

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import asyncio
 import hashlib
+import time
 from collections.abc import Callable, Mapping, Sequence
 from importlib import metadata
 
 import attrs
+import structlog
 from fastapi import Request
 from starlette.types import Send
 
@@ -24,6 +26,8 @@ from server.live_view import LiveView
 from server.metrics import Metrics
 from server.prompts import Desk, Prompt, Reading, make_choices
 from server.settings import ServerSettings
+
+log = structlog.get_logger("lockstep.answer")
 
 TORCH = metadata.version("torch")
 # Rows of the table that change no byte.
@@ -109,6 +113,7 @@ class Context:
             if timer is not None:
                 timer.cancel()
             self.bridge.close(generation)
+            _log(generation)
 
     def _time_out(self, generation: Generation) -> None:
         """What came so far was sent; the rest is one error."""
@@ -118,6 +123,22 @@ class Context:
             generation.fail(
                 ApiError(504, f"the request ran longer than {limit:g} seconds and was ended", code="request_timeout")
             )
+
+
+def _log(generation: Generation) -> None:
+    """One line for an answer, with numbers only: neither prompt nor text."""
+    first, now = generation.first_token, time.monotonic()
+    ends = [choice.end for choice in generation.choices]
+    log.info(
+        "answer",
+        choices=len(ends),
+        prompt_tokens=sum(len(ids) for ids in generation.prompts),
+        completion_tokens=generation.num_tokens,
+        cached_tokens=sum(end.facts.cached_tokens for end in ends if end is not None and end.facts is not None),
+        ended=",".join(sorted({end.reason if end is not None else "open" for end in ends})),
+        ttft=None if first is None else round(first - generation.arrived, 4),
+        seconds=round(now - generation.arrived, 4),
+    )
 
 
 def _check_before_queue(

@@ -114,7 +114,7 @@ async def server_info(request: Request) -> Response:
 
 
 def _promises(context: Context) -> dict[str, Any]:
-    limits = {**REQUEST_LIMITS, "body_bytes": context.settings.max_body_bytes}
+    limits: dict[str, float | None] = {**REQUEST_LIMITS, "body_bytes": context.settings.max_body_bytes}
     limits |= {"prompt_bytes": context.settings.max_prompt_bytes, "seconds": context.settings.request_timeout or None}
     return {"served_model_name": list(context.names), "request_limits": limits, **promises(context.bridge.engine)}
 

@@ -12,6 +12,7 @@ can end the request (rule 13); the others are turned into text here, when somebo
 from __future__ import annotations
 
 import asyncio
+import time
 from collections.abc import AsyncIterator, Sequence
 
 import attrs
@@ -103,6 +104,8 @@ class Generation:
         self.arrived = arrived
         self.choices = tuple(choices)
         self.closed = False
+        self.first_token: float | None = None  # when it came, monotonic
+        self.num_tokens = 0
         self.settled: asyncio.Future[None] = asyncio.get_running_loop().create_future()  # the door has answered
         self._changed = asyncio.Event()
         self._failure: ApiError | None = None
@@ -120,6 +123,9 @@ class Generation:
             self.settled.set_exception(error)
 
     def arrive(self, choice: Choice, token: Sampled | None, piece: str, end: Finished | None) -> None:
+        if token is not None:
+            self.num_tokens += 1
+            self.first_token = self.first_token or time.monotonic()
         choice.arrive(token, piece, end)
         self._changed.set()
 

@@ -91,6 +91,9 @@ class Reading:
     free_rows: int = 0
     recorded: int = 0  # graphs, since start
     counters: Counters = attrs.field(factory=Counters)
+    schedule_seconds: float = 0.0
+    execute_seconds: float = 0.0  # the sampler included
+    sample_seconds: float = 0.0
 
     @classmethod
     def of(cls, engine: Engine) -> Reading:
@@ -115,6 +118,9 @@ class Reading:
             free_rows=scheduler.rows.num_free,
             recorded=getattr(engine.runner, "recorded", 0),
             counters=frozen,
+            schedule_seconds=engine.seconds.schedule,
+            execute_seconds=engine.seconds.execute,
+            sample_seconds=getattr(engine.runner, "sample_seconds", 0.0),
         )
 
 
@@ -132,6 +138,7 @@ class Metrics:
         self.checker = checker or Checker()
         self.outlet = outlet or Outlet()
         self.model_name = model_name
+        self.text_seconds = 0.0
         self.reading = Reading()
         self.registry = CollectorRegistry()
         self._ttft = self._histogram("time_to_first_token_seconds", "From arrival to the first token.", _TTFT)
@@ -173,6 +180,7 @@ class Metrics:
         self._prompt_tokens.labels(*labels).inc(times.prompt_tokens)
         asked = sum(len(seat.tokens) for seat in record.plan.seated) if engine.limits.prefix_cache else 0
         self._queries.labels(*labels).inc(asked)
+        self.text_seconds += times.text
         self.reading = Reading.of(engine)
 
     def exposition(self) -> bytes:
@@ -227,6 +235,14 @@ class _Readings(Collector):
         yield self._total("requests_refused", "Requests that the queue refused.", ("reason",), refused)
         replays = {(str(rows), str(width)): count for (rows, width), count in counters.replays.items()}
         yield self._total("replays", "Decode steps replayed from a recorded graph.", ("rows", "width"), replays)
+        in_text = self._metrics.text_seconds
+        split = {
+            ("schedule",): max(0.0, reading.schedule_seconds - in_text),
+            ("execute",): reading.execute_seconds - reading.sample_seconds,
+            ("sample",): reading.sample_seconds,
+            ("text",): in_text,
+        }
+        yield self._total("step_seconds", "Where the time of iterations went.", ("stage",), split)
         eager = {(reason,): count for reason, count in counters.eager.items()}
         yield self._total("eager_steps", "Decode steps without a recorded graph.", ("reason",), eager)
 

@@ -12,6 +12,7 @@ If anything raises, the row operations stay applied, so that rows are what contr
 
 from __future__ import annotations
 
+import time
 from collections.abc import Sequence
 from itertools import groupby
 from typing import Any
@@ -55,6 +56,7 @@ class PlanRunner:
         self.sampler = Sampler(limits.max_num_seqs, self.network.vocab_size, self._device)
         self._graphs = self.network.graphs
         self.recorded = 0  # graphs; while serving, none is added
+        self.sample_seconds = 0.0  # all time of the sampler; on CUDA it includes waiting for the logits
         self._logits: dict[tuple[int, int], Tensor] = {}  # the output buffer of each captured shape
 
     @property
@@ -103,7 +105,10 @@ class PlanRunner:
                 return ()
             logits = parts[0] if len(parts) == 1 else torch.cat(parts)
             rows = [entry.row for entry in plan.sampling]
-            return self.sampler.sample(logits.float(), rows, [_next_position(entry) for entry in plan.sampling])
+            began = time.perf_counter()
+            sampled = self.sampler.sample(logits.float(), rows, [_next_position(entry) for entry in plan.sampling])
+            self.sample_seconds += time.perf_counter() - began
+            return sampled
 
     def slots(self, rows: npt.NDArray[np.int64], positions: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
         """Where the K/V of each (row, position) goes, int64 [n], by the block tables of this moment."""
