@@ -188,8 +188,10 @@ def test_what_only_the_engine_knows_is_one_sentence_too(tmp_path: Path) -> None:
 class Running:
     """A server process that has said its last line of the start."""
 
-    def __init__(self, *arguments: str, program: Sequence[str] = ("-m", "server")) -> None:
-        sizes = ("--port", "0", "--max-num-seqs", "2", "--num-kv-blocks", "64", "--threads", "1")
+    def __init__(
+        self, *arguments: str, program: Sequence[str] = ("-m", "server"), rows: int = 2, blocks: int = 64
+    ) -> None:
+        sizes = ("--port", "0", "--max-num-seqs", str(rows), "--num-kv-blocks", str(blocks), "--threads", "1")
         self.process = start(*sizes, *arguments, program=program)
         assert self.process.stdout is not None
         self.lines: list[str] = []
@@ -220,6 +222,9 @@ def test_a_server_from_start_to_sigterm(running: Running, folder: Path) -> None:
     assert re.fullmatch(r"http://127\.0\.0\.1:\d+", running.url)
     assert not running.url.endswith(":0")
     assert any("64 blocks" in line for line in running.lines)
+    assert [line.split()[1] for line in running.lines if line.startswith("page ")] == [f"{running.url}/"]
+    watched = urllib.request.urlopen(running.url + "/live", timeout=60)
+    assert watched.readline().startswith(b"data: {")
     (curl,) = [line for line in running.lines if line.startswith("curl ")]
     data = json.loads(curl.partition(" -d '")[2].removesuffix("'"))
     with running.post(curl.split()[2].removeprefix(running.url), data) as response:
@@ -229,6 +234,7 @@ def test_a_server_from_start_to_sigterm(running: Running, folder: Path) -> None:
     running.process.send_signal(signal.SIGTERM)
     rest = stream.read()
     assert rest.endswith(b"data: [DONE]\n\n")
+    assert watched.read().endswith(b"data: [DONE]\n\n")  # who only watches does not hold up the end
     status, out, err = finish(running.process)
     assert status == 0, err
     assert out == ""
