@@ -127,10 +127,11 @@ async function watch() {
       link("gone", "the server has stopped");
     } catch (error) {
       if (watching.signal.aborted) wait = 0;
-      else link("gone", error.status ? error.message : "the server does not answer");
+      else if (error.status === 401) wait = null;  // until a key is given
+      if (!watching.signal.aborted) link("gone", error.status ? error.message : "the server does not answer");
     }
     watching = null;
-    await new Promise((resolve) => { setTimeout(resolve, wait); wake = resolve; });
+    await new Promise((resolve) => { wake = resolve; if (wait !== null) setTimeout(resolve, wait); });
   }
 }
 let wake = () => {};

@@ -127,8 +127,7 @@ class Asked {
       parts.push(`${brief(this.usage.completion_tokens / (took / 1000))} tokens a second`);
     }
     if (this.firstAt !== null) parts.push(`first text after ${brief(this.firstAt - began)} ms`);
-    const line = make("div", "meta usage", parts.join(" · "));
-    this.element.append(line);
+    if (parts.length) this.element.append(make("div", "meta usage", parts.join(" · ")));
     const seeded = this.choices.length && this.choices.every((choice) => choice.seed !== null);
     if (this.again && this.choices.length) {
       const same = this.again.choices.every((choice, index) => choice.said === this.choices[index]?.said);

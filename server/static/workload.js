@@ -147,7 +147,13 @@ function show(text, name) {
   at("workload-shape").replaceChildren(...Object.entries(shown.shape).map(([key, value]) => make("span", "", `${key} ${Array.isArray(value) ? value.join(" ") || "none" : value}`)));
   at("timeline-canvas").setAttribute("aria-label", `${facts.join(", ")}, over ${shown.end} iterations; listed below under Events`);
   const file = /^[\w.-]+$/.test(name) && !name.startsWith("-") ? name : `'./${name.replaceAll("'", "'\\''")}'`;
-  at("commands").textContent = [`python -m properties replay ${file} --html run.html   # both sides, iteration by iteration, as a page`, `python -m properties show ${file}                      # the timeline as text, by the specification alone`, `python -m properties shrink ${file}                    # if it fails: the same failure, smaller`].join("\n");
+  const commands = [
+    [`replay ${file} --html run.html`, "both sides, iteration by iteration, as a page"],
+    [`show ${file}`, "the timeline as text, by the specification alone"],
+    [`shrink ${file}`, "if it fails: the same failure, smaller"],
+  ];
+  const width = commands[0][0].length + 2;
+  at("commands").textContent = commands.map(([command, why]) => `python -m properties ${command.padEnd(width)}# ${why}`).join("\n");
   list(false);
   draw();
 }

@@ -1,109 +1,30 @@
 """The server's own page in a real browser, on a real socket: asks, watches the engine work, opens a workload.
 
-The engine's runner waits for permits, so a test says how far an answer has come while the page is looked at.
 ``pytest tests/browser --server-screenshot docs/server.png`` also renews the picture in the README, with the default model.
 """
 
 from __future__ import annotations
 
-import itertools
 import json
 import re
-import threading
-import time
-import urllib.request
-from collections.abc import Callable, Iterator
-from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import attrs
 import pytest
-import uvicorn
 from playwright.sync_api import Browser, Page, expect
+from serving import PermitRunner, Served, SlowRunner, chat, crowd, serving, wait_until
 from watching import watched
 
 from engine.config import EngineConfig
-from engine.control.plan import Plan
 from engine.engine import Engine
 from engine.loading.synthetic import synthetic_model
-from server.app import create_lazy_app
-from server.bridge import Phase
-from server.context import Context
 from server.settings import ServerSettings
-from server.sockets import bind
-from tests.server.stub import StubRunner, stub_engine
+from tests.server.stub import stub_engine
 
 SOME = re.compile("^[1-9]")
 BIGGEST_SEED = 2**63 - 1  # no number of the page's language holds it
-
-
-class PermitRunner(StubRunner):
-    """Each decode step takes a permit. ``drift`` makes answers depend on what they must not depend on."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.permits = threading.Semaphore(0)
-        self.free = threading.Event()
-        self.free.set()
-        self.drift = False
-
-    def execute(self, plan: Plan) -> Any:
-        if plan.decodes:
-            while not self.free.is_set() and not self.permits.acquire(timeout=0.01):
-                pass
-        sampled = super().execute(plan)
-        if self.drift:
-            sampled = [attrs.evolve(one, token=3 + (one.token + plan.iteration) % 90) for one in sampled]
-        return sampled
-
-
-def wait_until(condition: Callable[[], bool], seconds: float = 20) -> None:
-    deadline = time.monotonic() + seconds
-    while not condition():
-        assert time.monotonic() < deadline
-        time.sleep(0.005)
-
-
-@attrs.frozen
-class Served:
-    url: str
-    context: Context
-    runner: PermitRunner
-
-    def hold(self) -> None:
-        """From now on decode steps wait."""
-        while self.runner.permits.acquire(blocking=False):
-            pass
-        self.runner.free.clear()
-
-    def drip(self, page: Page, ready: Callable[[], bool]) -> None:
-        """One decode step after another: the engine is looked at between two of them."""
-        for _ in range(60):
-            if ready():
-                return
-            self.runner.permits.release()
-            page.wait_for_timeout(50)
-        raise AssertionError("60 steps were not enough")
-
-
-@contextmanager
-def serving(make: Callable[[], Engine], settings: ServerSettings | None = None) -> Iterator[tuple[str, Context]]:
-    app = create_lazy_app(make, settings)
-    sock = bind("127.0.0.1", 0)
-    server = uvicorn.Server(uvicorn.Config(app, log_config=None, access_log=False))
-    thread = threading.Thread(target=server.run, kwargs={"sockets": [sock]}, daemon=True)
-    thread.start()
-    try:
-        wait_until(lambda: app.state.context.bridge.phase is Phase.READY, 90)
-        yield f"http://127.0.0.1:{sock.getsockname()[1]}", app.state.context
-    except BaseException:
-        server.force_exit = True
-        raise
-    finally:
-        server.should_exit = True
-        thread.join(15)
 
 
 @pytest.fixture(scope="module")
@@ -215,7 +136,7 @@ def test_stop_ends_the_request_in_the_engine(opened: Page, served: Served) -> No
     expect(opened.locator("#send")).to_be_enabled()
 
 
-def test_a_conversation_goes_on_and_a_refusal_is_told(opened: Page) -> None:
+def test_a_conversation_goes_on(opened: Page) -> None:
     ask(opened, "a", max_tokens=2, stop="zz\n~~")
     expect(answer(opened).locator(".usage")).to_be_visible()
     with opened.expect_request("**/v1/chat/completions") as sent:
@@ -226,6 +147,22 @@ def test_a_conversation_goes_on_and_a_refusal_is_told(opened: Page) -> None:
     expect(answer(opened).locator(".usage")).to_be_visible()
     opened.get_by_role("button", name="New conversation").click()
     expect(opened.locator(".turn")).to_have_count(0)
+
+
+def test_a_refusal_is_told_and_is_no_part_of_the_conversation(browser: Browser, served: Served) -> None:
+    page = browser.new_page()
+    trouble = watched(page, served.url)
+    page.goto(served.url)
+    expect(page.locator("body[data-ready=yes]")).to_have_count(1)
+    ask(page, "x" * 300)
+    expect(answer(page).locator(".alarm")).to_contain_text("120")  # the context
+    with page.expect_request("**/v1/chat/completions") as sent:
+        ask(page, "short", max_tokens=2)
+    assert [message["content"] for message in json.loads(sent.value.post_data or "")["messages"]] == ["short"]
+    expect(answer(page).locator(".usage")).to_be_visible()
+    page.close()
+    assert len(trouble) == 1
+    assert "400" in trouble[0]
 
 
 def test_what_a_model_or_a_file_says_does_nothing(opened: Page, tmp_path: Path) -> None:
@@ -286,12 +223,27 @@ def test_the_keyboard_reads_the_blocks(opened: Page) -> None:
 
 
 @pytest.mark.parametrize("scheme", ["light", "dark"])
-def test_a_phone_in_light_and_dark(opened: Page, scheme: Any) -> None:
+def test_a_phone_in_light_and_dark(opened: Page, scheme: Any, pytestconfig: pytest.Config) -> None:
     opened.emulate_media(color_scheme=scheme)
     opened.set_viewport_size({"width": 360, "height": 740})
+    ask(opened, "x" * 60, max_tokens=5, n=2)
+    expect(answer(opened).locator(".usage")).to_be_visible()
+    opened.set_input_files("#file", next((pytestconfig.rootpath / "properties/regress").glob("A05-*.json")))
+    opened.evaluate("document.querySelectorAll('details').forEach(one => { one.open = true; })")
     paper = opened.evaluate("getComputedStyle(document.body).backgroundColor")
     assert paper == ("rgb(255, 255, 255)" if scheme == "light" else "rgb(23, 24, 28)")
     assert opened.evaluate("document.documentElement.scrollWidth") <= 360
+
+
+def test_a_page_that_nobody_sees_watches_nothing(opened: Page, served: Served) -> None:
+    hide = "state => { Object.defineProperty(document, 'hidden', {get: () => state, configurable: true});"
+    hide += " document.dispatchEvent(new Event('visibilitychange')); }"
+    view = served.context.live
+    assert view.watchers == 1
+    opened.evaluate(hide, True)
+    wait_until(lambda: view.watchers == 0)
+    opened.evaluate(hide, False)
+    wait_until(lambda: view.watchers == 1)
 
 
 def test_ten_thousand_blocks_are_drawn_quickly(opened: Page) -> None:
@@ -393,41 +345,6 @@ def test_the_picture_of_the_readme(browser: Browser, pytestconfig: pytest.Config
     if kept is not None:
         Path(kept).parent.mkdir(parents=True, exist_ok=True)
         Path(kept).write_bytes(picture)
-
-
-class SlowRunner(StubRunner):
-    def execute(self, plan: Plan) -> Any:
-        time.sleep(0.02)
-        return super().execute(plan)
-
-
-@contextmanager
-def crowd(url: str, people: int, bodies: list[dict[str, Any]]) -> Iterator[None]:
-    """``people`` who ask one thing after another until the end. Not from the page: a browser opens six connections."""
-    gone = threading.Event()
-
-    def person(number: int) -> None:
-        for k in itertools.count(number):
-            if gone.is_set():
-                return
-            data = json.dumps({"seed": k, "priority": 1} | bodies[k % len(bodies)]).encode()
-            headers = {"Content-Type": "application/json"}
-            request = urllib.request.Request(f"{url}/v1/chat/completions", data, headers)
-            urllib.request.urlopen(request, timeout=60).read()
-
-    with ThreadPoolExecutor(people) as pool:
-        asking = [pool.submit(person, number) for number in range(people)]
-        try:
-            yield
-        finally:
-            gone.set()
-    for one in asking:
-        one.result()
-
-
-def chat(text: str, max_tokens: int, system: str | None = None) -> dict[str, Any]:
-    head = [] if system is None else [{"role": "system", "content": system}]
-    return {"messages": [*head, {"role": "user", "content": text}], "max_tokens": max_tokens}
 
 
 SYSTEM = "You are a helpful assistant that answers in short, plain sentences, without lists and without jokes."
