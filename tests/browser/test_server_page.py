@@ -284,6 +284,17 @@ def test_a_key_opens_the_page(browser: Browser) -> None:
         }  # the browser logs what was refused, and there was nothing else
 
 
+def test_a_leaked_block_is_seen(browser: Browser) -> None:
+    engine = stub_engine()
+    engine.scheduler.pool.take()  # by nobody
+    with serving(lambda: engine) as (url, _):
+        page = browser.new_page()
+        page.goto(url)
+        expect(page.locator("#lost-key")).to_be_visible()
+        expect(page.locator("#grid-summary")).to_have_text("0 held, 0 shared, 0 cached, 15 blank, 1 lost")
+        page.close()
+
+
 def test_a_model_without_a_template_continues_prompts(browser: Browser) -> None:
     model = attrs.evolve(synthetic_model(), template=None)
     with serving(lambda: stub_engine(model=model)) as (url, _):
