@@ -20,9 +20,14 @@ GROUPS = {
     "c": "B028 B030 B031 B033 B034",
     "d": "B036 B037 B039 B040 B042 B043 B045 B046 B048 B049 B051",
     "e": "B052 B054 B055 B057 B058 B060 B061 B063 B064",
+    "f": "B066 B067 B069 B070 B072 B073 B075 B076",
+    "g": "B078 B079 B081 B082 B084 B085 B087 B088 B090 B091",
     "h": "B093 B094 B096 B097 B099 B100 B102 B103 B105",
     "i": "B106 B108 B109 B111 B112 B114",
+    "j": "B115 B117 B118 B120 B121 B123 B124 B126 B127 B129 B130 B132 B133",
     "k": "B135 B136 B138 B139 B141 B142 B144 B145",
+    "l": "B147 B148 B150 B151 B153",
+    "m": "B154 B156 B157 B159 B160 B162 B163 B165 B166 B168 B169",
 }
 IDS = [case for group in GROUPS.values() for case in group.split()]
 NODE = re.compile(r"`(?P<file>[\w/]+\.py)::(?P<test>\w+)(?:\[(?P<row>[^\]]+)\])?`")
@@ -80,9 +85,9 @@ def test_the_table_is_true() -> None:
 
 
 def test_every_case_can_exist() -> None:
-    """A line that says otherwise must be argued for here."""
+    """A line that says otherwise must be argued for here: B085 is about a window over penalties, which nobody can set."""
     table = rows((HERE / "CASES.md").read_text(encoding="utf-8"))
-    assert [case for case, (_, where) in table.items() if where.startswith(IMPOSSIBLE)] == []
+    assert [case for case, (_, where) in table.items() if where.startswith(IMPOSSIBLE)] == ["B085"]
 
 
 @pytest.mark.parametrize(

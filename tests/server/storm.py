@@ -89,7 +89,7 @@ async def client(port: int, number: int, seed: int) -> Outcome:
     except TimeoutError:
         return Outcome(how, kind, error="forgotten")
     finally:
-        if how in ("leaves", "stalls") and chance.random() < 0.5:  # without a farewell
+        if how in ("leaves", "stalls") and sock.fileno() >= 0 and chance.random() < 0.5:  # without a farewell
             sock.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
         writer.transport.abort()
 
