@@ -6,7 +6,6 @@ The control state holds no text and no token ids, only who has which blocks, so 
 from __future__ import annotations
 
 import asyncio
-import re
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
@@ -14,6 +13,7 @@ from fastapi import APIRouter, Request
 from fastapi.responses import Response
 
 from server.bridge import Phase
+from server.check import audit_without_tokens
 from server.context import context_of
 from server.errors import ApiError
 from server.strict_json import dumps
@@ -22,8 +22,6 @@ if TYPE_CHECKING:
     from collections.abc import Callable
 
     from engine.engine import Engine
-
-_TOKENS = re.compile(r"\([0-9, ]*\)")  # as one sentence of the audit shows them
 
 router = APIRouter(include_in_schema=False)
 
@@ -67,7 +65,7 @@ def _state(engine: Engine) -> dict[str, Any]:
     ledger = engine.ledger()
     return {
         "iteration": engine.scheduler.iteration,
-        "audit": [_TOKENS.sub("(...)", sentence) for sentence in engine.audit()],
+        "audit": audit_without_tokens(engine),
         "waiting": list(ledger.waiting),
         "running": list(ledger.running),
         "requests": {

@@ -84,7 +84,7 @@ PADDING = in_area(
     ),
     Fault(
         "N08",
-        "padded rows read the first block of the pool instead of the trash block",
+        "padded rows write to the first slot of the pool instead of the trash block",
         ("writes",),
         line("engine.compute.inputs", "declare", '"slots", False, pool.trash_slot', '"slots", False, 0'),
         rules=("12.6",),

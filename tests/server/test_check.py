@@ -9,9 +9,10 @@ import pytest
 from fastapi.testclient import TestClient
 
 from engine.config import ConfigError
+from engine.request import SamplingParams
 from properties.faults import armed
 from server.app import create_app
-from server.check import InvariantViolated
+from server.check import Checker, InvariantViolated
 from server.options import Options
 from server.settings import ServerSettings
 from tests.server.stub import stub_engine
@@ -75,6 +76,17 @@ def test_raise_stops_the_server_and_tells_everybody() -> None:
         assert client.get("/health").status_code == 503
         bridge = client.app.state.context.bridge  # type: ignore[attr-defined]
         assert isinstance(bridge.failure, InvariantViolated)
+
+
+def test_no_token_gets_into_a_log(capsys: pytest.CaptureFixture[str]) -> None:
+    engine = stub_engine()
+    engine.submit([81, 82, 83, 84, 85, 86, 87, 88], SamplingParams(max_tokens=4, ignore_eos=True))
+    engine.step()
+    engine.scheduler.running[0].tokens[1] = 77  # not what its published block says
+    Checker("log").after(engine, 0)
+    out = capsys.readouterr()
+    assert "is published with tokens (...)" in out.out + out.err
+    assert "82" not in out.out + out.err
 
 
 def test_a_mode_that_does_not_exist_is_refused() -> None:
