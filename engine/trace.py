@@ -253,7 +253,9 @@ def loads(text: str, *, upgrades: Mapping[str, Upgrade] = UPGRADES) -> Workload:
     """The value in a file's text. Raises ``FormatError`` on anything that is not exactly a workload."""
     try:
         document = json.loads(text, object_pairs_hook=_once)
-    except (json.JSONDecodeError, RecursionError) as error:
+    except FormatError:
+        raise
+    except (ValueError, RecursionError) as error:  # also a number of more digits than Python reads
         raise FormatError(f"this is not JSON: {error}") from None
     if not isinstance(document, dict):
         raise FormatError(f"a workload is a JSON object, but this is {_kind(document)}")

@@ -141,7 +141,7 @@ def _change(before: Any, now: Any) -> Any:
         return None
     if not isinstance(now, dict) or before is None:
         return now
-    gone = dict.fromkeys(before.keys() - now.keys())
+    gone = dict.fromkeys(sorted(before.keys() - now.keys()))  # a set of texts has another order in each process
     return gone | {key: value for key, value in now.items() if before.get(key) != value}
 
 

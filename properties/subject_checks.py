@@ -33,7 +33,7 @@ def blocks(held: Holdings, shape: Shape, promises: Promises) -> Iterator[str]:
             yield f"block {block} is free {free[block]} times"
         if len(owners) > 1 and not promises.shares:
             yield f"block {block} is held by {' and '.join(f'r{request}' for request in owners)}"
-    for block in set(held.cached) - set(held.free):
+    for block in sorted(set(held.cached) - set(held.free)):
         yield f"block {block} is cached, but not free"
 
 
