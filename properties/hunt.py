@@ -6,15 +6,15 @@ shrinks. Workload number k of seed s is the same everywhere, so a find names (se
 
 from __future__ import annotations
 
-import multiprocessing
 import time
 from collections.abc import Callable
-from concurrent.futures import FIRST_COMPLETED, Future, ProcessPoolExecutor, wait
+from concurrent.futures import FIRST_COMPLETED, Future, wait
 from typing import Any
 
 import attrs
 
 from engine.trace import Workload
+from properties import workers
 from properties.checks import Finding
 from properties.floors import Floors
 from properties.generate import RandomSource, workload
@@ -67,8 +67,7 @@ def hunt(
     hunted = Hunted(seed)
     end = time.monotonic() + minutes * 60
     batches = iter(range(0, 1 << 40, BATCH))
-    context = multiprocessing.get_context("spawn")  # a fork would copy whatever threads the caller has
-    with ProcessPoolExecutor(jobs, mp_context=context) as pool:
+    with workers.pool(jobs) as pool:
         pending: set[Future[dict[str, Any]]] = set()
         while True:
             left = end - time.monotonic()

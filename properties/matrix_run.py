@@ -6,14 +6,12 @@ Every check is judged to the end of each run, whatever fired before it. Rows are
 from __future__ import annotations
 
 import hashlib
-import multiprocessing
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from concurrent.futures import ProcessPoolExecutor
 from contextlib import ExitStack
 
 from engine.trace import Workload
-from properties import corpus
+from properties import corpus, workers
 from properties.checks import Finding
 from properties.faults import CATALOGUE
 from properties.generate import RandomSource, workload
@@ -69,8 +67,7 @@ def rows(
     with ExitStack() as stack:
         made: Iterator[Row] = map(_task, tasks)
         if jobs > 1:
-            context = multiprocessing.get_context("spawn")  # a fork would copy whatever threads the caller has
-            made = stack.enter_context(ProcessPoolExecutor(jobs, mp_context=context)).map(_task, tasks)
+            made = stack.enter_context(workers.pool(jobs)).map(_task, tasks)
         for number, row in enumerate(made, 1):
             if progress is not None:
                 progress(number, len(tasks), row.fault or f"no fault on {row.rung}")

@@ -8,16 +8,16 @@ are the same run if the specification's trace of them is the same, event by even
 from __future__ import annotations
 
 import marshal
-import multiprocessing
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from concurrent.futures import ProcessPoolExecutor, as_completed
+from concurrent.futures import as_completed
 from hashlib import blake2b
 from itertools import chain, islice
 
 import attrs
 
 from engine.trace import Submit, Workload, dumps, loads
+from properties import workers
 from properties.boxes import BOXES, Box
 from properties.checks import Finding
 from properties.faults import armed
@@ -58,8 +58,7 @@ def scope(names: Sequence[str], jobs: int = 1, progress: Progress | None = None,
     """Runs every workload of the named boxes on ``jobs`` processes."""
     tasks = [(name, number) for name in names for number in range(len(list(BOXES[name].shapes())))]
     total = Scope()
-    context = multiprocessing.get_context("spawn")  # a fork would copy whatever threads the caller has
-    with ProcessPoolExecutor(jobs, mp_context=context) as pool:
+    with workers.pool(jobs) as pool:
         pending = [pool.submit(one_shape, *task, fault) for task in tasks]
         for done, future in enumerate(as_completed(pending)):
             _add(total, future.result())
@@ -165,9 +164,8 @@ def first_kill(fault: str, names: Sequence[str], most: int) -> Kill:
 def kills(
     faults: Sequence[str], names: Sequence[str], most: int, jobs: int = 1, progress: Progress | None = None
 ) -> list[Kill]:
-    context = multiprocessing.get_context("spawn")
     found = []
-    with ProcessPoolExecutor(jobs, mp_context=context) as pool:
+    with workers.pool(jobs) as pool:
         pending = [pool.submit(first_kill, fault, names, most) for fault in faults]
         for done, future in enumerate(as_completed(pending)):
             found.append(future.result())

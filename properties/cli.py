@@ -1,0 +1,266 @@
+"""The command line of the harness: ``python -m properties COMMAND``.
+
+Exit status: 0 what was asked holds, 1 it is violated (the report ends with the command that replays it), 2 a usage error,
+told in one sentence. 130 or 143: ended by Ctrl-C or SIGTERM, and so are its worker processes.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import NoReturn
+
+from engine.trace import FormatError
+from properties import commands, fault_commands, law_commands, scope_command
+from properties.experiments import UNLIMITED
+from properties.faults import CATALOGUE, Faded
+from properties.rungs import RUNGS, Unavailable
+from properties.subject import find
+from properties.workers import Terminated
+
+USAGE = 2
+
+_ABOUT = """\
+One workload, run by the engine and by its specification (model_sim) side by side, compared after every iteration.
+
+  pytest properties -n auto          search with Hypothesis: shrinks what it finds and writes it to found/
+  python -m properties hunt          search with plain random numbers, as long as you like
+  python -m properties replay FILE   run a saved workload again, and see the first difference in context
+"""
+_EXITS = "Exit status: 0 holds, 1 violated, 2 usage error. Iterations count from 1 everywhere."
+
+
+class Parser(argparse.ArgumentParser):
+    def error(self, message: str) -> NoReturn:
+        print(f"{self.prog}: {message}", file=sys.stderr)
+        raise SystemExit(USAGE)
+
+
+def main(arguments: list[str] | None = None) -> int:
+    options = parser().parse_args(arguments)
+    try:
+        return int(options.run(options))
+    except (FormatError, Faded, Unavailable) as error:
+        return _refuse(str(error))
+    except BrokenPipeError:  # the reader has left; nothing of what is still buffered may be written at exit
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 141
+    except Terminated as ended:
+        print("properties: terminated", file=sys.stderr)
+        return int(ended.code or 0)
+    except OSError as error:
+        return _refuse(f"{error.filename or 'file'}: {error.strerror}")
+
+
+def _refuse(message: str) -> int:
+    print(f"properties: {message}", file=sys.stderr)
+    return USAGE
+
+
+def parser() -> Parser:
+    top = Parser(
+        prog="python -m properties",
+        description=_ABOUT,
+        epilog=_EXITS,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    names = top.add_subparsers(dest="command", required=True, metavar="COMMAND")
+    _files(names)
+    _searches(names)
+    _experiments(names)
+    return top
+
+
+def _command(
+    names: argparse._SubParsersAction[Parser], name: str, run: Callable[..., int], text: str, example: str
+) -> Parser:
+    command = names.add_parser(name, help=text, description=text, epilog=f"Example: python -m properties {example}")
+    command.set_defaults(run=run)
+    command.add_argument("--json", action="store_true", help="print one JSON document instead of text")
+    return command
+
+
+def _rung(command: Parser) -> None:
+    command.add_argument(
+        "--rung",
+        choices=sorted(RUNGS),
+        help="how much of the engine is real (default: where --arm's fault shows, else ledger: all of control)",
+    )
+
+
+def _arm(command: Parser) -> None:
+    command.add_argument(
+        "--arm",
+        metavar="FAULT",
+        choices=sorted(CATALOGUE),
+        help="run with this fault of the catalogue; 'matrix' lists them",
+    )
+
+
+def _subject(command: Parser) -> None:
+    command.add_argument(
+        "--subject",
+        metavar="MODULE:FUNCTION",
+        type=_foreign,
+        help="somebody else's scheduler instead of our engine: see properties/examples/README.md",
+    )
+
+
+def _foreign(name: str) -> str:
+    try:
+        find(name)
+    except ValueError as error:
+        raise argparse.ArgumentTypeError(str(error)) from None
+    return name
+
+
+def _found(command: Parser) -> None:
+    command.add_argument("--found", metavar="DIR", type=Path, default=Path("found"), help="where failures are written")
+
+
+def _files(names: argparse._SubParsersAction[Parser]) -> None:
+    replay = _command(
+        names,
+        "replay",
+        commands.replay,
+        "Run a saved workload on engine and specification; report the first difference.",
+        "replay properties/regress/A05-the-published-leak.json --arm A05",
+    )
+    show = _command(
+        names,
+        "show",
+        commands.show,
+        "Print a workload's timeline by the specification alone, one line an iteration.",
+        "show properties/regress/A05-the-published-leak.json",
+    )
+    shrink = _command(
+        names,
+        "shrink",
+        commands.shrink_file,
+        "Make a failing workload smaller while the same check still fails, and write the result.",
+        "shrink properties/regress/A05-the-published-leak.json --arm A05",
+    )
+    for command in (replay, show, shrink):
+        command.add_argument("file", metavar="FILE", type=Path, help="a workload/1 file")
+    for command in (replay, show):
+        command.add_argument(
+            "--until", metavar="N", type=_at_least(1), help="stop after iteration N; the end is not judged"
+        )
+        command.add_argument(
+            "--html", metavar="OUT", type=Path, help="also write one page to look at, without outside parts"
+        )
+        command.add_argument("--perfetto", metavar="OUT", type=Path, help="also write a trace for ui.perfetto.dev")
+    for command in (replay, shrink):
+        _rung(command)
+        _arm(command)
+        _subject(command)
+    shrink.add_argument(
+        "--output", metavar="FILE", type=Path, help="where the result goes (default: DIR/NAME-shrunk.json)"
+    )
+    _found(shrink)
+
+
+def _searches(names: argparse._SubParsersAction[Parser]) -> None:
+    hunt = _command(
+        names,
+        "hunt",
+        commands.hunt_command,
+        "Run generated workloads on every core until the time is up; shrink and save what fails.",
+        "hunt --minutes 10 --seed 1",
+    )
+    hunt.add_argument("--minutes", metavar="M", type=_positive, default=10.0, help="how long (default 10)")
+    hunt.add_argument(
+        "--seed", metavar="S", type=_at_least(0), help="the same seed runs the same workloads (default: drawn)"
+    )
+    hunt.add_argument("--jobs", metavar="J", type=_at_least(1), help="processes (default: one a core)")
+    _rung(hunt)
+    _arm(hunt)
+    _subject(hunt)
+    _found(hunt)
+    fault_commands.add_commands(lambda *told: _command(names, *told), _at_least)
+    law_commands.add_commands(lambda *told: _command(names, *told), _at_least)
+    scope_command.add_commands(lambda *told: _command(names, *told), _at_least)
+
+
+def _experiments(names: argparse._SubParsersAction[Parser]) -> None:
+    coverage = _command(
+        names,
+        "coverage",
+        commands.coverage,
+        "Count how many decode steps replay a recorded graph, with all requests arriving at once in an ample pool.",
+        "coverage --rows 8 --requests 16 --lengths 4,8,16,32 --no-persistent-batch",
+    )
+    coverage.add_argument("--requests", metavar="N", type=_at_least(1), required=True, help="how many arrive")
+    coverage.add_argument(
+        "--lengths", metavar="L,L", type=_numbers, required=True, help="max_tokens, cycled over the requests"
+    )
+    coverage.add_argument(
+        "--prompt", metavar="N", type=_at_least(1), default=4, help="prompt length (default 4; changes nothing)"
+    )
+    soak = _command(
+        names,
+        "soak",
+        commands.soak,
+        "Run requests through a small pool and count preemptions, recomputed tokens and blocks left at the end.",
+        "soak --prompts 4,4,4,4,4,4,4,4,4,4,4,4 --max-tokens 8 --rows 3 --blocks 10 --block-size 4 --arm A05",
+    )
+    soak.add_argument("--prompts", metavar="L,L", type=_numbers, required=True, help="prompt lengths, one a request")
+    soak.add_argument(
+        "--max-tokens", metavar="N", type=_at_least(1), required=True, help="tokens that each request generates"
+    )
+    soak.add_argument("--blocks", metavar="N", type=_at_least(1), required=True, help="size of the pool")
+    soak.add_argument("--block-size", metavar="N", type=_at_least(1), required=True, help="token positions in a block")
+    soak.add_argument(
+        "--watermark", metavar="N", type=_at_least(0), default=0, help="blocks that admission leaves free"
+    )
+    soak.add_argument(
+        "--no-audit",
+        dest="audit",
+        action="store_false",
+        help="switch off audit and diff: what a fault does when nobody looks",
+    )
+    _arm(soak)
+    for command in (coverage, soak):
+        command.add_argument("--rows", metavar="N", type=_at_least(1), required=True, help="cache rows")
+        command.add_argument(
+            "--budget",
+            metavar="N",
+            type=_at_least(1),
+            default=UNLIMITED,
+            help="tokens an iteration (default: no limit)",
+        )
+        command.add_argument(
+            "--no-persistent-batch", dest="persistent_batch", action="store_false", help="do not move running requests"
+        )
+        _rung(command)
+        _found(command)
+
+
+def _at_least(least: int) -> Callable[[str], int]:
+    def number(text: str) -> int:
+        try:
+            value = int(text)
+        except ValueError:
+            raise argparse.ArgumentTypeError(f"{text!r} is no integer") from None
+        if value < least:
+            raise argparse.ArgumentTypeError(f"{value} is too small, it must be at least {least}")
+        return value
+
+    return number
+
+
+def _positive(text: str) -> float:
+    try:
+        value = float(text)
+    except ValueError:
+        raise argparse.ArgumentTypeError(f"{text!r} is no number") from None
+    if not 0 < value < 1e6:
+        raise argparse.ArgumentTypeError(f"{text} is not a length of time, it must be above 0")
+    return value
+
+
+def _numbers(text: str) -> list[int]:
+    return [_at_least(1)(part) for part in text.split(",")]
