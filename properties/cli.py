@@ -16,9 +16,10 @@ from typing import NoReturn
 from engine.trace import FormatError
 from properties import commands, fault_commands, law_commands, scope_command
 from properties.experiments import UNLIMITED
-from properties.faults import CATALOGUE, Faded
+from properties.faults import Faded
+from properties.options import Misuse, at_least, fault, minutes
 from properties.rungs import RUNGS, Unavailable
-from properties.subject import find
+from properties.subject import NoSubject, find
 from properties.workers import Terminated
 
 USAGE = 2
@@ -43,7 +44,7 @@ def main(arguments: list[str] | None = None) -> int:
     options = parser().parse_args(arguments)
     try:
         return int(options.run(options))
-    except (FormatError, Faded, Unavailable) as error:
+    except (FormatError, Faded, Misuse, NoSubject, Unavailable) as error:
         return _refuse(str(error))
     except BrokenPipeError:  # the reader has left; nothing of what is still buffered may be written at exit
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
@@ -95,8 +96,8 @@ def _arm(command: Parser) -> None:
     command.add_argument(
         "--arm",
         metavar="FAULT",
-        choices=sorted(CATALOGUE),
-        help="run with this fault of the catalogue; 'matrix' lists them",
+        type=fault,
+        help="run with this fault of the catalogue; 'faults --list' lists them",
     )
 
 
@@ -147,7 +148,7 @@ def _files(names: argparse._SubParsersAction[Parser]) -> None:
         command.add_argument("file", metavar="FILE", type=Path, help="a workload/1 file")
     for command in (replay, show):
         command.add_argument(
-            "--until", metavar="N", type=_at_least(1), help="stop after iteration N; the end is not judged"
+            "--until", metavar="N", type=at_least(1), help="stop after iteration N; the end is not judged"
         )
         command.add_argument(
             "--html", metavar="OUT", type=Path, help="also write one page to look at, without outside parts"
@@ -171,18 +172,18 @@ def _searches(names: argparse._SubParsersAction[Parser]) -> None:
         "Run generated workloads on every core until the time is up; shrink and save what fails.",
         "hunt --minutes 10 --seed 1",
     )
-    hunt.add_argument("--minutes", metavar="M", type=_positive, default=10.0, help="how long (default 10)")
+    hunt.add_argument("--minutes", metavar="M", type=minutes, default=10.0, help="how long (default 10)")
     hunt.add_argument(
-        "--seed", metavar="S", type=_at_least(0), help="the same seed runs the same workloads (default: drawn)"
+        "--seed", metavar="S", type=at_least(0), help="the same seed runs the same workloads (default: drawn)"
     )
-    hunt.add_argument("--jobs", metavar="J", type=_at_least(1), help="processes (default: one a core)")
+    hunt.add_argument("--jobs", metavar="J", type=at_least(1), help="processes (default: one a core)")
     _rung(hunt)
     _arm(hunt)
     _subject(hunt)
     _found(hunt)
-    fault_commands.add_commands(lambda *told: _command(names, *told), _at_least)
-    law_commands.add_commands(lambda *told: _command(names, *told), _at_least)
-    scope_command.add_commands(lambda *told: _command(names, *told), _at_least)
+    fault_commands.add_commands(lambda *told: _command(names, *told), at_least)
+    law_commands.add_commands(lambda *told: _command(names, *told), at_least)
+    scope_command.add_commands(lambda *told: _command(names, *told), at_least)
 
 
 def _experiments(names: argparse._SubParsersAction[Parser]) -> None:
@@ -193,12 +194,12 @@ def _experiments(names: argparse._SubParsersAction[Parser]) -> None:
         "Count how many decode steps replay a recorded graph, with all requests arriving at once in an ample pool.",
         "coverage --rows 8 --requests 16 --lengths 4,8,16,32 --no-persistent-batch",
     )
-    coverage.add_argument("--requests", metavar="N", type=_at_least(1), required=True, help="how many arrive")
+    coverage.add_argument("--requests", metavar="N", type=at_least(1), required=True, help="how many arrive")
     coverage.add_argument(
         "--lengths", metavar="L,L", type=_numbers, required=True, help="max_tokens, cycled over the requests"
     )
     coverage.add_argument(
-        "--prompt", metavar="N", type=_at_least(1), default=4, help="prompt length (default 4; changes nothing)"
+        "--prompt", metavar="N", type=at_least(1), default=4, help="prompt length (default 4; changes nothing)"
     )
     soak = _command(
         names,
@@ -209,13 +210,11 @@ def _experiments(names: argparse._SubParsersAction[Parser]) -> None:
     )
     soak.add_argument("--prompts", metavar="L,L", type=_numbers, required=True, help="prompt lengths, one a request")
     soak.add_argument(
-        "--max-tokens", metavar="N", type=_at_least(1), required=True, help="tokens that each request generates"
+        "--max-tokens", metavar="N", type=at_least(1), required=True, help="tokens that each request generates"
     )
-    soak.add_argument("--blocks", metavar="N", type=_at_least(1), required=True, help="size of the pool")
-    soak.add_argument("--block-size", metavar="N", type=_at_least(1), required=True, help="token positions in a block")
-    soak.add_argument(
-        "--watermark", metavar="N", type=_at_least(0), default=0, help="blocks that admission leaves free"
-    )
+    soak.add_argument("--blocks", metavar="N", type=at_least(1), required=True, help="size of the pool")
+    soak.add_argument("--block-size", metavar="N", type=at_least(1), required=True, help="token positions in a block")
+    soak.add_argument("--watermark", metavar="N", type=at_least(0), default=0, help="blocks that admission leaves free")
     soak.add_argument(
         "--no-audit",
         dest="audit",
@@ -224,11 +223,11 @@ def _experiments(names: argparse._SubParsersAction[Parser]) -> None:
     )
     _arm(soak)
     for command in (coverage, soak):
-        command.add_argument("--rows", metavar="N", type=_at_least(1), required=True, help="cache rows")
+        command.add_argument("--rows", metavar="N", type=at_least(1), required=True, help="cache rows")
         command.add_argument(
             "--budget",
             metavar="N",
-            type=_at_least(1),
+            type=at_least(1),
             default=UNLIMITED,
             help="tokens an iteration (default: no limit)",
         )
@@ -239,28 +238,5 @@ def _experiments(names: argparse._SubParsersAction[Parser]) -> None:
         _found(command)
 
 
-def _at_least(least: int) -> Callable[[str], int]:
-    def number(text: str) -> int:
-        try:
-            value = int(text)
-        except ValueError:
-            raise argparse.ArgumentTypeError(f"{text!r} is no integer") from None
-        if value < least:
-            raise argparse.ArgumentTypeError(f"{value} is too small, it must be at least {least}")
-        return value
-
-    return number
-
-
-def _positive(text: str) -> float:
-    try:
-        value = float(text)
-    except ValueError:
-        raise argparse.ArgumentTypeError(f"{text!r} is no number") from None
-    if not 0 < value < 1e6:
-        raise argparse.ArgumentTypeError(f"{text} is not a length of time, it must be above 0")
-    return value
-
-
 def _numbers(text: str) -> list[int]:
-    return [_at_least(1)(part) for part in text.split(",")]
+    return [at_least(1)(part) for part in text.split(",")]

@@ -17,8 +17,9 @@ from properties import experiments
 from properties.checks import Finding
 from properties.faults import CATALOGUE
 from properties.finds import keep, replay_command
-from properties.hunt import Hunted, hunt
+from properties.hunt import Hunted, hunt, numbered
 from properties.lockstep import run
+from properties.options import Misuse, judge_outputs
 from properties.pictures import draw
 from properties.recording import compare
 from properties.report import LEGEND, report, timeline
@@ -31,6 +32,7 @@ HOLDS, VIOLATED = 0, 1
 
 
 def replay(options: Options) -> int:
+    judge_outputs(options)
     workload = load(options.file)
     trial = _trial(options)
     outcome = trial.run(workload, until=options.until)
@@ -50,6 +52,7 @@ def replay(options: Options) -> int:
 
 
 def show(options: Options) -> int:
+    judge_outputs(options)
     workload = load(options.file)
     outcome = run(workload, make_rung=None, until=options.until)
     written = draw(options, workload, outcome, f"python -m properties show {options.file}")
@@ -65,6 +68,7 @@ def show(options: Options) -> int:
 
 
 def shrink_file(options: Options) -> int:
+    judge_outputs(options)
     workload = load(options.file)
     trial = _trial(options)
     first = trial.run(workload).first
@@ -151,7 +155,7 @@ def hunt_command(options: Options) -> int:
         kept.append({"file": str(path), "number": find.number, **_finding(find.finding)})
         if not options.json:
             print(f"{divergence}\n")
-    missed = result.floors.missed(trial.floors())
+    missed = result.floors.missed(trial.floors(numbered(seed, 0).shape))
     totals = {"seed": seed, "workloads": result.workloads, "iterations": result.iterations}
     if options.json:
         _print_json({"holds": not kept and not missed, **totals, "finds": kept, "floors_missed": missed})
@@ -164,7 +168,10 @@ def hunt_command(options: Options) -> int:
 
 
 def _trial(options: Options) -> Trial:
-    """A fault is armed on the rung on which it must be found, unless another is named."""
+    """A fault is armed on the rung on which it must be found, unless another is named. Raises ``Misuse``."""
+    given = [f"--{name}" for name in ("arm", "rung") if getattr(options, name) is not None]
+    if options.subject is not None and given:
+        raise Misuse(f"--subject runs somebody else's scheduler, but {' and '.join(given)} are of our engine")
     home = CATALOGUE[options.arm].rung if options.arm else "ledger"
     return Trial(options.rung or home, options.arm, options.subject)
 

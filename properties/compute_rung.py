@@ -26,12 +26,32 @@ from engine.trace import Submit
 from properties.cache_cells import Touched, touched
 from properties.checks import Fact
 from properties.diff import Known
-from properties.rungs import INJECTED, EngineRung, StepFailed, limits
+from properties.rungs import INJECTED, EngineRung, StepFailed, Unavailable, limits
 from properties.sampled import sampling_of
 from properties.solo import Oracle
 
 BATCH = 13  # tokens in one prefill batch: small, so that chunks are cut, and no multiple of a block size
 SHOWN = 6  # cells in one finding; the rest is counted
+
+
+MOST_ROWS = 1 << 14
+MOST_TABLE_CELLS = 1 << 20
+
+
+def must_fit(shape: WorkloadShape, rung: str, most_cells: int) -> None:
+    """Shapes are bounded so that ``ledger`` can hold each of them; a rung with a real cache holds less, and compares all of
+    it after every step. Raises ``Unavailable`` with what is too large."""
+    rows = max(shape.rows, *shape.capture_rows, 1)
+    width = max(-(-shape.max_model_len // shape.block_size), *shape.capture_widths, 1)
+    for name, value, most in (
+        ("blocks * block_size", shape.blocks * shape.block_size, most_cells),
+        ("rows", rows, MOST_ROWS),
+        ("rows * blocks of the longest request", rows * width, MOST_TABLE_CELLS),
+    ):
+        if value > most:
+            raise Unavailable(
+                f"the rung {rung} cannot hold this shape: {name} is {value}, but at most {most} fit; ledger can"
+            )
 
 
 class Tripwire:

@@ -20,6 +20,7 @@ from properties.faults import CATALOGUE
 from properties.killing import first_kill, reduced
 from properties.matrix import Matrix, Row, stored
 from properties.matrix_run import digest, rows
+from properties.options import fault as fault_id
 
 Options = argparse.Namespace
 HOLDS, VIOLATED = 0, 1
@@ -80,6 +81,8 @@ def show_faults(options: Options) -> int:
 
     The table is written line by line, so that a run that was cut short is taken up with ``--missing``.
     """
+    if options.list:
+        return _list(options)
     if options.witness:
         return _witnesses(options)
     file = options.output / "faults.json"
@@ -105,6 +108,17 @@ def show_faults(options: Options) -> int:
     for complaint in complaints:
         print(f"FAULTS: {complaint}")
     return VIOLATED if complaints else HOLDS
+
+
+def _list(options: Options) -> int:
+    """What the catalogue holds, or the chosen ones of it; nothing runs."""
+    chosen = [CATALOGUE[name] for name in options.only or CATALOGUE]
+    if options.json:
+        _print_json([{"id": it.id, "rung": it.rung, "area": it.area, "title": it.title} for it in chosen])
+        return HOLDS
+    wide = max(len(it.area) for it in chosen)
+    print("\n".join(f"{it.id:4} {it.rung:7} {it.area:{wide}}  {it.title}" for it in chosen))
+    return HOLDS
 
 
 def _witnesses(options: Options) -> int:
@@ -184,7 +198,7 @@ def add_commands(
     )
     for made in (grid, table):
         made.add_argument(
-            "--only", metavar="FAULT", nargs="+", choices=sorted(CATALOGUE), help="some faults; then nothing is written"
+            "--only", metavar="FAULT", nargs="+", type=fault_id, help="some faults; then nothing is written"
         )
         made.add_argument("--output", metavar="DIR", type=Path, default=Path("ci"), help="where it is written (ci)")
     grid.add_argument(
@@ -206,3 +220,4 @@ def add_commands(
         "--missing", action="store_true", help="keep the lines that hold already; with --only: add to them"
     )
     table.add_argument("--witness", action="store_true", help="save witnesses for faults without one, and nothing else")
+    table.add_argument("--list", action="store_true", help="print id, rung, area and title of each; hunt nothing")

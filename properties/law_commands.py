@@ -8,17 +8,22 @@ from collections.abc import Callable
 
 import attrs
 
-from properties.faults import CATALOGUE, armed
+from properties.faults import armed
 from properties.law_play import DEFAULT, TINY
 from properties.laws import LAWS, Report, check_laws
+from properties.options import Misuse, fault
 
 HOLDS, VIOLATED = 0, 1
 
 
 def show_laws(options: argparse.Namespace) -> int:
+    from engine.loading.model import LoadError
     from properties.law_engines import engines_of  # imports torch
 
-    make = engines_of(options.model, options.compute)
+    try:
+        make = engines_of(options.model, options.compute)
+    except LoadError as error:
+        raise Misuse(f"--model: {error}") from None
     lists = make.lists(range(options.seed, options.seed + options.lists), options.requests)
     with armed(options.arm):
         report = check_laws(make, lists, only=options.only)
@@ -75,4 +80,4 @@ def add_commands(
     laws.add_argument(
         "--compute", choices=("auto", "native", "torch"), default="auto", help="the engine's compute path"
     )
-    laws.add_argument("--arm", metavar="FAULT", choices=sorted(CATALOGUE), help="run with this fault of the catalogue")
+    laws.add_argument("--arm", metavar="FAULT", type=fault, help="run with this fault of the catalogue")

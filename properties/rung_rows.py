@@ -15,7 +15,7 @@ import numpy as np
 from engine.trace import VOCAB, Shape, Submit, prompt_tokens
 from properties.cache_cells import Touched, place
 from properties.checks import Fact
-from properties.compute_rung import ComputeRung, some
+from properties.compute_rung import ComputeRung, must_fit, some
 from properties.diff import Known
 from properties.digest_network import DigestNetwork
 from properties.digests import Chain, allowed
@@ -23,6 +23,8 @@ from properties.digests import Chain, allowed
 POISON = np.array(
     [0x0BADBADBADBADBAD, -1]
 )  # what lies where nobody owns anything: a digest of nothing, written by nobody
+
+MOST_CELLS = 1 << 20
 
 
 class DigestOracle:
@@ -172,6 +174,7 @@ def _told(row: Any, stamp: int) -> str:
 
 class RowsRung(ComputeRung):
     def __init__(self, shape: Shape) -> None:
+        must_fit(shape, "rows", MOST_CELLS)
         super().__init__(shape, DigestNetwork, DigestOracle(shape))
 
     def watch(self) -> DigestWatch:

@@ -18,12 +18,13 @@ from engine.compute.kv import KVPool
 from engine.trace import VOCAB, Shape, Submit, prompt_tokens
 from properties.cache_cells import Touched, place
 from properties.checks import Fact
-from properties.compute_rung import ComputeRung, some
+from properties.compute_rung import ComputeRung, must_fit, some
 from properties.sampled import Sampling, sampling_of
 from properties.solo_transformer import Question, alone
 from properties.tiny_network import tiny_network
 
 NOBODY = float("nan")
+MOST_CELLS = 1 << 18
 
 
 class SoloOracle:
@@ -108,9 +109,11 @@ class TensorWatch:
 class TinyRung(ComputeRung):
     """Raises ``Unavailable`` where this machine has no such kernels."""
 
+    name: ClassVar[str] = "tiny"
     kernels: ClassVar[str] = "torch"
 
     def __init__(self, shape: Shape) -> None:
+        must_fit(shape, self.name, MOST_CELLS)
         if torch.get_num_threads() != 1:
             torch.set_num_threads(1)  # on CPU the bits of a row may depend on their number
         super().__init__(shape, tiny_network(self.kernels), SoloOracle(self.kernels, shape))
@@ -122,8 +125,10 @@ class TinyRung(ComputeRung):
 
 
 class NativeRung(TinyRung):
+    name: ClassVar[str] = "native"
     kernels: ClassVar[str] = "native"
 
 
 class GpuRung(TinyRung):
+    name: ClassVar[str] = "gpu"
     kernels: ClassVar[str] = "cuda"

@@ -28,6 +28,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from importlib import import_module
+from inspect import signature
 from typing import Protocol
 
 import attrs
@@ -145,17 +146,47 @@ class Subject(Protocol):
 
 
 MakeSubject = Callable[[Shape], Subject]
+_METHODS = ("has_work", "submit", "abort", "step", "ledger", "audit")
+
+
+class NoSubject(ValueError):
+    """What was named makes no scheduler at all; the message says in one sentence what is missing."""
 
 
 def find(name: str) -> MakeSubject:
-    """``package.module:function``, as the command line names a subject. Raises ``ValueError`` with a sentence."""
+    """``package.module:function``, as the command line names a subject. Raises ``NoSubject``."""
     module, _, function = name.partition(":")
     if not module or not function:
-        raise ValueError(f"the subject is {name!r}, but must be MODULE:FUNCTION")
+        raise NoSubject(f"the subject is {name!r}, but must be MODULE:FUNCTION")
     try:
         found: object = getattr(import_module(module), function)
-    except (ImportError, AttributeError) as error:
-        raise ValueError(f"the subject {name!r} cannot be found: {error}") from None
-    if not callable(found):
-        raise ValueError(f"the subject {name!r} is no function of a shape")
+    except (ImportError, AttributeError, ValueError) as error:
+        raise NoSubject(f"the subject {name!r} cannot be found: {error}") from None
+    except Exception as error:  # noqa: BLE001 - a foreign module may raise anything
+        raise NoSubject(f"the module of the subject {name!r} raises {type(error).__name__}: {error}") from None
+    if not callable(found) or not _takes_a_shape(found):
+        raise NoSubject(f"the subject {name!r} is no function of a shape")
     return found
+
+
+def _takes_a_shape(found: Callable[..., object]) -> bool:
+    try:
+        signature(found).bind(None)
+    except TypeError:
+        return False
+    except ValueError:  # of some built-in functions nothing is known
+        return True
+    return True
+
+
+def judge(made: object) -> None:
+    """Whether it has what ``Subject`` names. Raises ``NoSubject``."""
+    if not isinstance(getattr(made, "promises", None), Promises):
+        raise NoSubject(f"make returns {_kind(made)}, which is no subject: its promises are no Promises")
+    missing = [name for name in _METHODS if not (hasattr(type(made), name) or hasattr(made, name))]
+    if missing:
+        raise NoSubject(f"make returns {_kind(made)}, which is no subject: it has no {', '.join(missing)}")
+
+
+def _kind(value: object) -> str:
+    return "None" if value is None else f"a {type(value).__name__}"

@@ -7,9 +7,10 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
+from numbers import Integral
 
 from engine.trace import Shape
-from properties.subject import Batch, Holdings, Promises, Work
+from properties.subject import Batch, Holdings, Promises, Told, Work
 
 
 def blocks(held: Holdings, shape: Shape, promises: Promises) -> Iterator[str]:
@@ -35,6 +36,53 @@ def blocks(held: Holdings, shape: Shape, promises: Promises) -> Iterator[str]:
             yield f"block {block} is held by {' and '.join(f'r{request}' for request in owners)}"
     for block in sorted(set(held.cached) - set(held.free)):
         yield f"block {block} is cached, but not free"
+
+
+def told(value: object) -> Iterator[str]:
+    """What ``step`` must return, before anything is read of it."""
+    if not isinstance(value, Told):
+        yield f"step returns {_shown(value)}, but must return a Told"
+        return
+    if not _numbers(value.preempted):
+        yield f"step returns preempted {_shown(value.preempted)}, but must tell the numbers of requests"
+    pairs = isinstance(value.ended, Sequence) and all(
+        isinstance(end, tuple | list) and len(end) == 2 for end in value.ended
+    )
+    if not pairs or not all(_number(r) and isinstance(reason, str) for r, reason in value.ended):
+        yield f"step returns ended {_shown(value.ended)}, but must tell pairs of a request and a reason"
+
+
+def holdings(value: object) -> Iterator[str]:
+    """What ``ledger`` must return."""
+    if not isinstance(value, Holdings):
+        yield f"ledger returns {_shown(value)}, but must return Holdings"
+        return
+    for name in ("waiting", "running", "free", "cached"):
+        if not _numbers(getattr(value, name)):
+            yield f"ledger returns {name} {_shown(getattr(value, name))}, but must list numbers"
+    for name, fits in (("tables", _numbers), ("rows", _number)):
+        listed = getattr(value, name)
+        if not isinstance(listed, Mapping) or not all(_number(key) and fits(held) for key, held in listed.items()):
+            yield f"ledger returns {name} {_shown(listed)}, but must map the numbers of requests"
+
+
+def audit(value: object) -> Iterator[str]:
+    """What ``audit`` returns is what does not hold, if it is sentences."""
+    if not isinstance(value, list | tuple) or not all(isinstance(sentence, str) for sentence in value):
+        yield f"audit returns {_shown(value)}, but must return a list of sentences"
+
+
+def _numbers(value: object) -> bool:
+    return isinstance(value, Sequence) and all(map(_number, value))
+
+
+def _number(value: object) -> bool:
+    return isinstance(value, Integral)
+
+
+def _shown(value: object) -> str:
+    text = repr(value)
+    return text if len(text) <= 60 else f"{text[:60]}..."
 
 
 def rows(held: Holdings, shape: Shape) -> Iterator[str]:

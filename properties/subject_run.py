@@ -19,7 +19,7 @@ from properties.checks import ALL, Fact, Finding
 from properties.lockstep import Run, Step, limit
 from properties.play import Stop, play
 from properties.solo_text import SILENT
-from properties.subject import Ask, Batch, ComputeFailed, Holdings, MakeSubject, Refused, Subject, Told
+from properties.subject import Ask, Batch, ComputeFailed, Holdings, MakeSubject, Promises, Refused, Subject, Told, judge
 from properties.subject_cache import Alone, Cache
 from properties.subject_words import Known, asked, state_of, step_of
 from properties.tally import Caller
@@ -48,17 +48,22 @@ class SubjectRun(Run):
     """A run with one side only: the subject's own."""
 
 
-def floors_for(make: MakeSubject) -> Mapping[str, float]:
-    """A subject that does not preempt, or that survives no failing compute, cannot reach those."""
-    promises = make(Shape(1, 1, 1)).promises
+def floors_for(make: MakeSubject, shape: Shape) -> Mapping[str, float]:
+    """A subject that does not preempt, or that survives no failing compute, cannot reach those. ``shape`` is one that it was
+    run with; one that cannot be made for it was found already, as ``raises``, and is asked for nothing more."""
+    try:
+        promises = make(shape).promises
+    except Exception:  # noqa: BLE001 - a foreign scheduler may raise anything
+        return FLOORS
     kept = {"preempted": promises.preempts, "finished: error": promises.survives}
     return {**FLOORS, **{name: share for name, share in IF_PROMISED.items() if kept[name]}}
 
 
 def run_subject(workload: Workload, make: MakeSubject, *, until: int | None = None) -> SubjectRun:
-    """Runs a workload to its end or to the first finding."""
-    watch = Watch(workload, make(workload.shape), until)
+    """Runs a workload to its end or to the first finding. Raises ``NoSubject`` when ``make`` makes something else."""
+    watch = Watch(workload, until)
     try:
+        watch.begin(make)
         play(workload, watch)
         watch.finish()
     except Stop:
@@ -67,15 +72,17 @@ def run_subject(workload: Workload, make: MakeSubject, *, until: int | None = No
 
 
 class Watch:
-    """The target of ``play``."""
+    """The target of ``play``, from ``begin`` on."""
 
-    def __init__(self, workload: Workload, subject: Subject, until: int | None) -> None:
-        self._shape, self._subject, self._until = workload.shape, subject, until
-        self._promises = subject.promises
+    _subject: Subject
+    _promises: Promises
+
+    def __init__(self, workload: Workload, until: int | None) -> None:
+        self._shape, self._until = workload.shape, until
         self._cache = Cache(workload.shape.block_size)
         self._known: dict[int, Known] = {}
         self._callers: dict[int, Caller] = {}
-        self._held = subject.ledger()
+        self._held = Holdings((), (), {}, {}, ())
         self._batch: Batch | None = None
         self._again: set[int] = set()  # started again in this iteration
         self._sampled: dict[int, int] = {}
@@ -87,6 +94,13 @@ class Watch:
         self._occurred: Counter[str] = Counter()
         self._used: set[tuple[str, int]] = set()
         self._limit = limit(workload)
+
+    def begin(self, make: MakeSubject) -> None:
+        """Raises ``NoSubject``."""
+        self._subject = self._guarded(lambda: make(self._shape))
+        judge(self._subject)
+        self._promises = self._subject.promises
+        self._held = self._ledger()
 
     # The target ------------------------------------------------------------------------------------------------------
 
@@ -145,7 +159,8 @@ class Watch:
         told: Told = self._guarded(lambda: self._subject.step(self._compute))
         if self._finding is not None:  # found while it computed, and the subject contained the exception
             raise Stop
-        self._held = self._guarded(self._subject.ledger)
+        self._say("raises", must.told(told))
+        self._held = self._ledger()
         self._tell(told)
         self._keep(told, before)
         self._judge(told, before)
@@ -181,9 +196,14 @@ class Watch:
                 self._sampled[work.request] = self._cache.read(work)
         return dict(self._sampled)
 
+    def _ledger(self) -> Holdings:
+        held: Holdings = self._guarded(self._subject.ledger)
+        self._say("raises", must.holdings(held))
+        return held
+
     def _still_held(self, batch: Batch) -> dict[int, tuple[int, ...]]:
         """Tables that were held before this iteration and are still told of: within it, somebody may have given back."""
-        now: Holdings = self._guarded(self._subject.ledger)
+        now = self._ledger()
         over = {request for request, known in self._known.items() if known.ends}
         return {r: table for r, table in now.tables.items() if self._held.tables.get(r) == table and r not in over}
 
@@ -209,7 +229,9 @@ class Watch:
 
     def _judge(self, told: Told, before: Holdings) -> None:
         work = () if self._batch is None else self._batch.work
-        self._say("audit", self._guarded(self._subject.audit))
+        complaints = self._guarded(self._subject.audit)
+        self._say("raises", must.audit(complaints))
+        self._say("audit", complaints)
         if not self._promises.preempts:
             self._say("decisions", (f"r{request} is set back" for request in told.preempted))
         self._say("decisions", (f"r{r} starts again, but is not told to be set back" for r in sorted(self._again)))
@@ -277,6 +299,7 @@ class Watch:
 
     def _found(self, check: str, headline: str, facts: tuple[Fact, ...] = ()) -> None:
         assert check in ALL
+        self._iteration = max(1, self._iteration)
         if self._finding is None:  # the first one counts, whatever a subject made of the exception
             self._finding = Finding(check, self._iteration, headline, facts)
         raise Stop
@@ -288,7 +311,6 @@ class Watch:
         except (Refused, Stop):
             raise
         except Exception as error:  # noqa: BLE001 - a foreign scheduler may raise anything
-            self._iteration = max(1, self._iteration)
             self._found("raises", f"{type(error).__name__}: {error}")
 
     # What is kept ----------------------------------------------------------------------------------------------------

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import attrs
 
-from engine.trace import Workload
+from engine.trace import Shape, Workload
 from properties.checks import Finding
 from properties.faults import armed
 from properties.floors import FLOORS
@@ -36,14 +36,14 @@ class Trial:
         with armed(self.fault):
             return run(workload, make_rung=RUNGS[self.rung], until=until)
 
-    def floors(self) -> Mapping[str, float]:
-        """What must have happened in a hunt that found nothing."""
+    def floors(self, shape: Shape) -> Mapping[str, float]:
+        """What must have happened in a hunt that found nothing; ``shape`` is one of those that it ran."""
         if self.subject is None:
             return FLOORS
         from properties.subject import find
         from properties.subject_run import floors_for
 
-        return floors_for(find(self.subject))
+        return floors_for(find(self.subject), shape)
 
     def flags(self) -> str:
         """As they stand on the command line, each with a space before it."""

@@ -38,7 +38,7 @@ def test_the_example_holds_and_reaches_its_floors() -> None:
         outcome = run_subject(numbered(11, number), slots.make)
         assert outcome.first is None, f"workload {number}: {outcome.first}"
         floors.add(outcome.occurred)
-    assert floors.missed(floors_for(slots.make)) == []
+    assert floors.missed(floors_for(slots.make, SHAPE)) == []
 
 
 def test_one_that_moves_requests_holds_and_moves() -> None:
@@ -60,7 +60,7 @@ def test_a_scheduler_that_refuses_everything_misses_the_floors() -> None:
         outcome = run_subject(numbered(11, number), lambda shape: Closed(shape, Gaps(shape.blocks)))
         assert outcome.first is None
         floors.add(outcome.occurred)
-    assert any("computed: 0 of 200" in line for line in floors.missed(floors_for(slots.make)))
+    assert any("computed: 0 of 200" in line for line in floors.missed(floors_for(slots.make, SHAPE)))
 
 
 @pytest.mark.parametrize(
@@ -300,7 +300,7 @@ def test_our_engine_keeps_what_it_promises() -> None:
         assert outcome.first is None, f"{workload.title}: {outcome.first}"
         if not workload.title:
             floors.add(outcome.occurred)
-    assert floors.missed(floors_for(ours.make)) == []
+    assert floors.missed(floors_for(ours.make, SHAPE)) == []
 
 
 def seen_by_promises(fault: str, workloads: int) -> str | None:
