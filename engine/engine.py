@@ -211,7 +211,7 @@ class Engine:
         return self.scheduler.has_work
 
     def step(self) -> StepRecord:
-        """One iteration. A step that raises ends the requests of its plan with reason ``error``; the engine goes on."""
+        """One iteration (rule 3). A step that raises ends the requests of its plan with reason ``error``; the engine goes on."""
         record = self._iterate()
         if self.tap is not None:
             self.tap.stepped(record)

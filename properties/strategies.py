@@ -16,7 +16,7 @@ T = TypeVar("T")
 
 # Hypothesis takes the first alternatives more often than the others, here and everywhere below, so crowds are rarely large and
 # often untroubled; more of them make up for it.
-SHAPES = ("mixed", "crowd", "churn", "crowd", "family", "crowd", "churn")
+SHAPES = ("mixed", "crowd", "churn", "crowd", "family", "crowd", "crowd", "churn", "crowd")
 
 
 class HypothesisSource:
