@@ -6,6 +6,7 @@ shrinks. Workload number k of seed s is the same everywhere, so a find names (se
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Callable
 from concurrent.futures import FIRST_COMPLETED, Future, wait
@@ -18,11 +19,13 @@ from properties import workers
 from properties.checks import Finding
 from properties.floors import Floors
 from properties.generate import RandomSource, workload
+from properties.guard import overtime
 from properties.sampled import for_rung
 from properties.shrink import shrink
 from properties.trial import Trial
 
 BATCH = 100  # workloads that a process runs between two looks at the clock
+SHRINKING = 60.0  # seconds for a workload whose every failing try takes as long as a call may
 
 Progress = Callable[["Hunted", float], None]  # so far, seconds left
 
@@ -94,6 +97,8 @@ def batch(seed: int, start: int, trial: Trial) -> dict[str, Any]:
         iterations += len(outcome.steps)
         if outcome.first is not None:
             failed.append((number, outcome.first.check))
+            if overtime(outcome.first):  # the next may take as long: first a look at the clock
+                break
     return {"floors": floors.dump(), "iterations": iterations, "failed": failed}
 
 
@@ -106,11 +111,19 @@ def _take(hunted: Hunted, result: dict[str, Any], trial: Trial) -> None:
 
 
 def _shrunk(seed: int, number: int, check: str, trial: Trial) -> Find:
-    def fails(candidate: Workload) -> bool:
-        found = trial.run(candidate).first
-        return found is not None and found.check == check
+    whole = for_rung(numbered(seed, number), trial.rung)
+    first = trial.run(whole).first
+    assert first is not None
+    slow = overtime(first)
+    end = time.monotonic() + SHRINKING if slow else math.inf
 
-    small, _ = shrink(for_rung(numbered(seed, number), trial.rung), fails)
-    found = trial.run(small).first
+    def fails(candidate: Workload) -> bool:
+        if time.monotonic() > end:
+            return False
+        found = trial.run(candidate).first
+        return found is not None and found.check == check and overtime(found) == slow
+
+    small, _ = shrink(whole, fails)
+    found = first if small == whole else trial.run(small).first
     assert found is not None
     return Find(number, small, found)

@@ -15,6 +15,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Iterator
+from contextlib import suppress
 from typing import Any
 
 import attrs
@@ -27,6 +28,7 @@ from model_sim.model import Model, Refused
 from properties import diff
 from properties.cached import Contents, salts_of
 from properties.checks import ALL, Fact, Finding, finding
+from properties.guard import CPU_SECONDS, Guard, Overtime
 from properties.occurrences import Occurrences
 from properties.play import Stop, play
 from properties.rung_ledger import LedgerRung
@@ -74,22 +76,25 @@ def run(
     make_rung: MakeRung | None = LedgerRung,
     until: int | None = None,
     judge_all: bool = False,
+    cpu_seconds: float = CPU_SECONDS,
 ) -> Run:
-    """Runs a workload. ``until`` stops after so many iterations; the end is then not judged.
+    """Runs a workload. ``until`` stops after so many iterations; the end is then not judged. ``cpu_seconds``: for each call
+    into the rung, in the main thread; one that takes more is given up, and found by ``raises``.
 
     Without a rung the specification runs alone: a timeline, and nothing to compare.
     """
     rung = None if make_rung is None else make_rung(workload.shape)
-    lockstep = Lockstep(workload, rung, checks, until, judge_all)
-    try:
-        play(workload, lockstep)
-        lockstep.finish()
-    except Stop:
-        pass
-    finally:
-        if rung is not None:
-            rung.close()
-    return lockstep.result()
+    with Guard(cpu_seconds) as guard:
+        lockstep = Lockstep(workload, rung, checks, until, judge_all, guard)
+        try:
+            play(workload, lockstep)
+            lockstep.finish()
+        except Stop:
+            pass
+        finally:
+            if rung is not None:
+                lockstep.close(rung)
+        return lockstep.result()
 
 
 def model_of(shape: Shape) -> Model:
@@ -112,8 +117,15 @@ class Lockstep:
     """A target that is both sides at once."""
 
     def __init__(
-        self, workload: Workload, rung: Rung | None, checks: frozenset[str], until: int | None, judge_all: bool
+        self,
+        workload: Workload,
+        rung: Rung | None,
+        checks: frozenset[str],
+        until: int | None,
+        judge_all: bool,
+        guard: Guard,
     ) -> None:
+        self._guard = guard
         self._checks = checks | {"raises"}  # nothing goes on after an exception, whoever is looking
         self._until, self._judge_all = until, judge_all
         self._rung = rung  # None once it raised, or when the specification runs alone
@@ -142,13 +154,16 @@ class Lockstep:
     def has_work(self) -> bool:
         if self._rung is None:
             return self._model.has_work
-        engine = self._rung.has_work
+        engine = self._asked(self._rung)
         if engine == self._model.has_work or not self._watching("drain"):
             return engine or self._model.has_work
         sides = ("has work left", "has none")
         fact = Fact("work", *(sides if engine else sides[::-1]))
         self._found(Finding("drain", self._iteration, "only one side has work left", (fact,)))
         return engine or self._model.has_work
+
+    def _asked(self, rung: Rung) -> bool:
+        return bool(self._guarded(lambda: rung.has_work, max(1, self._iteration)))
 
     def note(self, label: str) -> None:
         self._events.append(label)
@@ -241,14 +256,14 @@ class Lockstep:
             self._occurrences.step(step, before, self._state)
         record: Any = None
         ledger: Any = None
-        if (rung := self._rung) is not None and rung.has_work:
+        if (rung := self._rung) is not None and self._asked(rung):
             try:
                 rung.expect(step, self._state, self._callers)
                 record = self._guarded(lambda: rung.step(fails=fails), self._iteration)
-                ledger = rung.ledger()
+                ledger = self._guarded(rung.ledger, self._iteration)
             finally:
                 self._keep(step, record, ledger)
-            self._compare(rung, record, ledger, step, before)
+            self._guarded(lambda: self._compare(rung, record, ledger, step, before), self._iteration)
         else:
             self._keep(step, record, ledger)
         for request, token in step.get("sampled", ()):
@@ -310,8 +325,7 @@ class Lockstep:
         if self._watching("tokens"):
             yield "tokens", diff.tokens(record, step, self._callers)
         if self._watching("text"):
-            told = self._guarded(lambda: rung.told(record), self._iteration)  # text is made on the way
-            yield "text", diff.text(told, step, self._callers)
+            yield "text", diff.text(rung.told(record), step, self._callers)  # text is made on the way
 
     def finish(self) -> None:
         """Judges the end: everything given back, every caller told what the request alone is told."""
@@ -327,9 +341,10 @@ class Lockstep:
             if self._watching(check) and (found := finding(check, self._iteration, facts)) is not None:
                 self._found(found)
         if self._watching("drain"):
-            left = rung.ledger()
+            left = self._guarded(rung.ledger, self._iteration)
             blank = len(self._model.state()["blank"])
-            found = finding("drain", self._iteration, _held_at_end(left, blank))
+            held = self._guarded(lambda: _held_at_end(left, blank), self._iteration)
+            found = finding("drain", self._iteration, held)
             if found is not None:
                 self._found(found)
 
@@ -342,30 +357,29 @@ class Lockstep:
             raise Stop
 
     def _guarded(self, call: Callable[[], Any], iteration: int) -> Any:
-        """Any exception but the door's is a finding, and the engine is left alone after it."""
+        """Any exception but the door's is a finding, and so is a call without end; the engine is left alone after it."""
         try:
-            return call()
+            return self._guard(call)
         except (Refusal, Stop):
             raise
-        except Exception as error:  # the engine under test may raise whatever it likes
+        except (Exception, Overtime) as error:  # the engine under test may raise whatever it likes
             self._rung = None
-            self._findings["raises"] = Finding("raises", iteration, f"{type(error).__name__}: {error}")
+            self._findings.setdefault("raises", Finding("raises", iteration, self._guard.told(error)))
             raise Stop from error
 
+    def close(self, rung: Rung) -> None:
+        """Gives up what the rung holds, however the run ended."""
+        with suppress(Stop):
+            self._guarded(rung.close, max(1, self._iteration))
+
     def result(self) -> Run:
-        found = tuple(
-            sorted(self._findings.values(), key=lambda f: f.iteration)
-        )  # stable: ties stay in order of finding
-        rung = self._rung
-        return Run(
-            tuple(self._steps),
-            found,
-            self._occurrences.counts(),
-            self._callers,
-            tuple(self._events),
-            None if rung is None else rung.counters,
-            None if rung is None else rung.ledger(),
-        )
+        rung, counters, left = self._rung, None, None
+        if rung is not None:
+            with suppress(Stop):
+                counters, left = self._guarded(lambda: (rung.counters, rung.ledger()), max(1, self._iteration))
+        found = sorted(self._findings.values(), key=lambda f: f.iteration)  # stable: ties stay in order of finding
+        occurred, late = self._occurrences.counts(), tuple(self._events)
+        return Run(tuple(self._steps), tuple(found), occurred, self._callers, late, counters, left)
 
 
 def most_tokens(shape: Shape, prompt_len: int) -> int:
