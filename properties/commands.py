@@ -16,7 +16,7 @@ from engine.trace import Workload, load
 from properties import experiments
 from properties.checks import Finding
 from properties.faults import CATALOGUE
-from properties.finds import keep, replay_command
+from properties.finds import check_folder, keep, replay_command
 from properties.hunt import Hunted, hunt, numbered
 from properties.lockstep import run
 from properties.options import Misuse, judge_outputs
@@ -134,6 +134,7 @@ def _experiment(options: Options, ran: experiments.Experiment, fault: str | None
 
 
 def hunt_command(options: Options) -> int:
+    check_folder(options.found)
     seed = secrets.randbits(32) if options.seed is None else options.seed
     jobs = options.jobs or len(os.sched_getaffinity(0))
     trial = _trial(options)
@@ -155,7 +156,8 @@ def hunt_command(options: Options) -> int:
         kept.append({"file": str(path), "number": find.number, **_finding(find.finding)})
         if not options.json:
             print(f"{divergence}\n")
-    missed = result.floors.missed(trial.floors(numbered(seed, 0).shape))
+    # a run that stopped early did not reach all that it would have: after a failure no floor is judged
+    missed = [] if kept else result.floors.missed(trial.floors(numbered(seed, 0).shape))
     totals = {"seed": seed, "workloads": result.workloads, "iterations": result.iterations}
     if options.json:
         _print_json({"holds": not kept and not missed, **totals, "finds": kept, "floors_missed": missed})

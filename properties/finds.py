@@ -5,6 +5,8 @@ The file is the record. Seeds, shards and example databases are provenance; they
 
 from __future__ import annotations
 
+import errno
+import os
 from collections.abc import Mapping
 from pathlib import Path
 
@@ -17,6 +19,15 @@ from properties.trial import Trial
 
 def replay_command(path: Path, found: Finding | None, fault: str | None = None) -> str:
     return Trial(fault=fault).command(path, found)
+
+
+def check_folder(folder: Path) -> None:
+    """Raises ``OSError`` now if nothing could be written there later. Makes nothing: most hunts find nothing."""
+    there = next(path for path in (folder, *folder.absolute().parents) if path.exists())
+    if not there.is_dir():
+        raise NotADirectoryError(errno.ENOTDIR, os.strerror(errno.ENOTDIR), str(there))
+    if not os.access(there, os.W_OK | os.X_OK):
+        raise PermissionError(errno.EACCES, os.strerror(errno.EACCES), str(there))
 
 
 def keep(

@@ -17,7 +17,7 @@ import attrs
 
 from properties.boxes import BOXES
 from properties.faults import CATALOGUE
-from properties.finds import keep
+from properties.finds import check_folder, keep
 from properties.rate import Rate, plain, profile, with_hypothesis
 from properties.rungs import RUNGS
 from properties.scope import MUST, Kill, Scope, kills, scope
@@ -77,6 +77,7 @@ def run_rate(options: Options) -> int:
 
 
 def run_scope(options: Options) -> int:
+    check_folder(options.found)
     boxes = tuple(options.box or LARGE)
     jobs = options.jobs or len(os.sched_getaffinity(0))
     return _faults(options, boxes, jobs) if options.faults else _everything(options, boxes, jobs)

@@ -142,8 +142,10 @@ def test_what_happened_is_told_by_its_name() -> None:
     assert (swapped["swapped"], swapped["moved"], swapped["chunked"]) == (1, 1, 4)
 
 
-@pytest.mark.parametrize("workers", [[], ["-n", "2"]], ids=["alone", "xdist"])
-def test_a_green_run_that_missed_a_floor_fails(tmp_path: Path, workers: list[str]) -> None:
+@pytest.mark.parametrize(
+    ("workers", "failing"), [([], False), (["-n", "2"], False), ([], True)], ids=["alone", "xdist", "after a failure"]
+)
+def test_a_green_run_that_missed_a_floor_fails(tmp_path: Path, workers: list[str], failing: bool) -> None:
     (tmp_path / "test_dull.py").write_text(
         "import pytest\n"
         "from engine.trace import Shape, Submit, Workload\n"
@@ -151,7 +153,7 @@ def test_a_green_run_that_missed_a_floor_fails(tmp_path: Path, workers: list[str
         "@pytest.mark.parametrize('shard', range(4))\n"
         "def test_dull(shard, harness):\n"
         "    for _ in range(75):\n"
-        "        harness.judge(DULL, 'dull')\n"
+        "        harness.judge(DULL, 'dull')\n" + "def test_wrong():\n    assert False\n" * failing
     )
     command = [
         sys.executable,
@@ -171,5 +173,6 @@ def test_a_green_run_that_missed_a_floor_fails(tmp_path: Path, workers: list[str
     )
     assert "4 passed" in done.stdout
     assert "rung ledger: 300 workloads, 600 iterations" in done.stdout
-    assert "FLOOR MISSED preempted: 0 of 300 workloads, needs 37 on ledger" in done.stdout
+    assert ("FLOOR MISSED preempted: 0 of 300 workloads, needs 37 on ledger" in done.stdout) == (not failing)
+    assert ("coverage floors are not judged: tests failed" in done.stdout) == failing
     assert done.returncode == 1

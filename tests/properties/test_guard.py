@@ -31,7 +31,7 @@ def forever(*_: object, **__: object) -> NoReturn:
 
 def stubborn(*_: object, **__: object) -> None:
     """Catches whatever comes, as engine code may, and goes on for a while."""
-    for _ in range(8):
+    for _turn in range(8):
         with suppress(BaseException):
             forever()
 
@@ -40,7 +40,7 @@ def broken(*_: object, **__: object) -> NoReturn:
     raise AssertionError
 
 
-def rung_with(**methods: Callable[..., Any]) -> Callable[[Shape], Any]:
+def rung_with(**methods: Any) -> Callable[[Shape], Any]:
     return type("BrokenRung", (LedgerRung,), methods)
 
 
