@@ -3,15 +3,19 @@
 Greedy: try smaller workloads in an order from coarse to fine (drop events, then simplify the shape, then single fields), keep
 each one that still fails with the same check, and start over until nothing smaller fails. No randomness: the same file
 shrinks to the same file.
+
+Requests are named by number, in aborts and in streams of somebody's answer. So events are dropped in two ways: as they stand,
+and with those names following whom they meant.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from dataclasses import fields, replace
+from string import ascii_lowercase
 from typing import Any
 
-from engine.trace import Abort, Event, FailStep, FormatError, Shape, Submit, Workload
+from engine.trace import ANSWER, OUTSIDE, Abort, Event, FailStep, FormatError, Shape, Submit, Workload
 
 Fails = Callable[[Workload], bool]
 
@@ -54,11 +58,89 @@ def _candidates(workload: Workload) -> Iterator[Workload]:
         for at in range(0, size, span):
             yield replace(workload, events=events[:at] + events[at + span :])
         span //= 2
+    span = size // 2
+    while span:
+        for at in range(0, size, span):
+            yield from _followed(workload, at, min(size, at + span))
+        span //= 2
+    yield from _renamed(workload)
     for shape in _shapes(workload.shape):
         yield replace(workload, shape=shape)
     for at, event in enumerate(events):
         for simpler in _events(event):
             yield replace(workload, events=(*events[:at], simpler, *events[at + 1 :]))
+
+
+def _followed(workload: Workload, at: int, end: int) -> Iterator[Workload]:
+    """Without the events from ``at`` up to ``end``, but with the same requests meant and the same iterations met; nothing
+    where a later event means a request that is gone, or where plain dropping comes to the same."""
+    events = workload.events
+    first = sum(event.n for event in events[:at] if isinstance(event, Submit))
+    gone = sum(event.n for event in events[at:end] if isinstance(event, Submit))
+    late = sum(event.wait for event in events[at:end])
+    submitted, kept = first + gone, list(events[:at])
+    try:
+        for event in events[end:]:
+            kept.append(_following(event, submitted, first, gone))
+            submitted += event.n if isinstance(event, Submit) else 0
+        plain = [*events[:at], *events[end:]]
+        if kept != plain:
+            yield replace(workload, events=tuple(kept))
+        if late and end < len(events):
+            kept[at] = replace(kept[at], wait=kept[at].wait + late)
+            yield replace(workload, events=tuple(kept))
+    except (_Gone, FormatError):
+        return
+
+
+class _Gone(Exception):
+    """Somebody is meant who is no longer there."""
+
+
+def _following(event: Event, submitted: int, first: int, gone: int) -> Event:
+    """The event after requests ``first`` up to ``first + gone`` are gone, ``submitted`` having been there before it."""
+
+    def number(request: int) -> int:
+        if first <= request < first + gone:
+            raise _Gone
+        return request if request < first else request - gone
+
+    match event:
+        case Abort():
+            target = event.target(submitted)
+            return event if target is None else replace(event, of=number(target))
+        case Submit():
+            pieces = tuple(
+                (f"{ANSWER}{number(int(stream[len(ANSWER) :]))}" if _is_answer(stream) else stream, length)
+                for stream, length in event.prompt
+            )
+            return replace(event, prompt=pieces)
+    return event
+
+
+def _is_answer(stream: str) -> bool:
+    return stream.startswith(ANSWER) and stream[len(ANSWER) :].isdecimal()
+
+
+def _renamed(workload: Workload) -> Iterator[Workload]:
+    """The streams called a, b, c in order of appearance; what stands for an answer, or outside the vocabulary, keeps its name."""
+    submits = [event for event in workload.events if isinstance(event, Submit)]
+    streams = dict.fromkeys(stream for event in submits for stream, _ in event.prompt)
+    plain = [stream for stream in streams if stream != OUTSIDE and not _is_answer(stream)]
+    names = dict(
+        zip(plain, ascii_lowercase, strict=False)
+    )  # those beyond the 26th keep theirs, if it is nobody's by now
+    if all(name == stream for stream, name in names.items()) or not set(plain[26:]).isdisjoint(ascii_lowercase):
+        return
+    yield replace(
+        workload,
+        events=tuple(
+            replace(event, prompt=tuple((names.get(stream, stream), length) for stream, length in event.prompt))
+            if isinstance(event, Submit)
+            else event
+            for event in workload.events
+        ),
+    )
 
 
 def _shapes(shape: Shape) -> Iterator[Shape]:
@@ -99,13 +181,14 @@ def _submits(event: Submit) -> Iterator[Submit]:
         if item.name not in ("wait", "prompt", "max_tokens") and getattr(event, item.name) != default:
             yield replace(event, **{item.name: default})
     if len(event.prompt) > 1:
+        yield replace(event, prompt=(("a", event.prompt_len),))
         for at in range(len(event.prompt)):
             yield replace(event, prompt=event.prompt[:at] + event.prompt[at + 1 :])
     for at, (stream, length) in enumerate(event.prompt):
         for shorter in _lower(length, 1):
             yield replace(event, prompt=(*event.prompt[:at], (stream, shorter), *event.prompt[at + 1 :]))
-        if stream > "a" and len(event.prompt) == 1:
-            yield replace(event, prompt=(("a", length),))
+        if stream != "a":
+            yield replace(event, prompt=(*event.prompt[:at], ("a", length), *event.prompt[at + 1 :]))
     for name, least in (("max_tokens", 1), ("stop_at", 1), ("stop_text", 1), ("min_tokens", 0), ("n", 1)):
         value = getattr(event, name)
         if value is not None:

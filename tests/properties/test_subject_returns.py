@@ -53,6 +53,10 @@ def twisted(
     return lambda shape: Twisted(shape, Gaps(shape.blocks))
 
 
+def changed(**what: Any) -> Callable[[Holdings], Holdings]:
+    return lambda held: attrs.evolve(held, **what)
+
+
 def missing(held: Holdings) -> Holdings:
     raise KeyError("rows")
 
@@ -67,9 +71,9 @@ def missing(held: Holdings) -> Holdings:
         (twisted(told=lambda told: Told(ended=(3,))), r"step returns ended \(3,\), but must tell pairs"),  # type: ignore[arg-type]
         (twisted(told=lambda told: Told(preempted=("r1",))), "step returns preempted .'r1',., but must"),  # type: ignore[arg-type]
         (twisted(held=lambda held: {}), "ledger returns {}, but must return Holdings"),
-        (twisted(held=lambda held: attrs.evolve(held, free=None)), "ledger returns free None, but must list numbers"),
-        (twisted(held=lambda held: attrs.evolve(held, tables=[])), r"ledger returns tables \[\], but must map"),
-        (twisted(held=lambda held: attrs.evolve(held, rows={"r0": 0})), "ledger returns rows .*, but must map"),
+        (twisted(held=changed(free=None)), "ledger returns free None, but must list numbers"),
+        (twisted(held=changed(tables=[])), r"ledger returns tables \[\], but must map"),
+        (twisted(held=changed(rows={"r0": 0})), "ledger returns rows .*, but must map"),
         (twisted(audit=lambda: None), "audit returns None, but must return a list of sentences"),
         (twisted(audit=lambda: "fine"), "audit returns 'fine', but must return a list of sentences"),
     ],
