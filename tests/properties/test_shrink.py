@@ -112,7 +112,12 @@ def test_predecessors_go_though_requests_are_named_by_number() -> None:
         )
 
     before = tuple(Submit(1, (("p", 1),), 1, n=2) for _ in range(3))
-    large = (*before, Submit(2, (("q", 2),), 3), Submit(1, (("q", 2), ("answer/6", 3)), 2), Abort(0, -1))
+    large: tuple[Event, ...] = (
+        *before,
+        Submit(2, (("q", 2),), 3),
+        Submit(1, (("q", 2), ("answer/6", 3)), 2),
+        Abort(0, -1),
+    )
     assert continues((Submit(0, (("a", 1),), 3), Submit(0, (("answer/0", 1),), 2), Abort(0, 1)))
     small = _shrunk(large, continues)
     assert small == (Submit(0, (("a", 1),), 3), Submit(0, (("answer/0", 1),), 2), Abort(0, 1))
