@@ -25,7 +25,7 @@ from properties.shrink import shrink
 from properties.trial import Trial
 
 BATCH = 100  # workloads that a process runs between two looks at the clock
-SHRINKING = 60.0  # seconds for a workload whose every failing try takes as long as a call may
+SHRINKING = 20.0  # seconds for a workload whose every failing try takes as long as a call may
 
 Progress = Callable[["Hunted", float], None]  # so far, seconds left
 
