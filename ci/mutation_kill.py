@@ -121,7 +121,7 @@ def _judge(job: Job) -> tuple[str | None, str, int]:
     except BaseException as error:  # noqa: BLE001 - a mutant that cannot be imported is seen, however it fails
         return "import", type(error).__name__, 0
     for name, saved in corpus.workloads().items():
-        if by := _seen(partial(lockstep.run, saved), job.patience):
+        if by := _seen(partial(lockstep.run, saved, cpu_seconds=job.patience), job.patience):
             return by, f"corpus {name}", 0
     if job.armed is not None:
         for name, words in job.armed.items():
@@ -137,10 +137,10 @@ def _judge(job: Job) -> tuple[str | None, str, int]:
 
 
 def _generated(
-    run: Callable[[Any], Any], numbered: Callable[[int, int], Any], numbers: range, patience: float
+    run: Callable[..., Any], numbered: Callable[[int, int], Any], numbers: range, patience: float
 ) -> tuple[str, str, int] | None:
     for number in numbers:
-        if by := _seen(partial(run, numbered(SEED, number)), patience):
+        if by := _seen(partial(run, numbered(SEED, number), cpu_seconds=patience), patience):
             return by, f"workload {SEED}/{number}", number + 1
     return None
 
@@ -156,7 +156,11 @@ def _seen(run: Callable[[], Any], patience: float) -> str | None:
         return "memory"
     except Exception:  # noqa: BLE001 - the engine handed the driver something that it could not even compare
         return "driver"
-    return None if first is None else str(first.check)
+    if first is None:
+        return None
+    from properties.guard import overtime
+
+    return "time" if overtime(first) else str(first.check)
 
 
 @contextmanager
