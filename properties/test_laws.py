@@ -310,7 +310,7 @@ def test_the_command_says_what_is_broken(capsys: pytest.CaptureFixture[str]) -> 
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(1800)
+@pytest.mark.timeout(3600)
 @pytest.mark.parametrize("compute", ["auto", "torch"])
 def test_every_law_holds_on_the_default_model(compute: str) -> None:
     engines = engines_of(DEFAULT, compute)

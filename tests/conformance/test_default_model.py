@@ -124,7 +124,7 @@ def test_one_prompt(compute: str) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(900)
+@pytest.mark.timeout(3600)
 @pytest.mark.parametrize("compute", ["torch", "native"])
 def test_five_prompts_together(compute: str) -> None:
     prompts = [prompt_of(question) for question in QUESTIONS]

@@ -54,6 +54,7 @@ def test_the_default_models_chat_becomes_these_ids(default: LoadedModel) -> None
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(900)
 def test_the_default_models_weights_answer_a_question_in_transformers(default: LoadedModel) -> None:
     """Dequantised and put back in order by us, run by somebody else."""
     from transformers import LlamaConfig, LlamaForCausalLM

@@ -70,7 +70,7 @@ def test_kept_mutants_die_again() -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(7200)
+@pytest.mark.timeout(14400)
 def test_the_whole_sample_drawn_anew() -> None:
     kept = load(ROOT / STORED)
     drawn = draw(population(sources()), len(kept.results), kept.seed)

@@ -113,6 +113,7 @@ def test_recomputed_after_preemption(kind: str, folder: Path) -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(1800)
 @pytest.mark.parametrize("kind", TYPES)
 def test_every_row_count(kind: str, folder: Path) -> None:
     for rows in range(1, 65):

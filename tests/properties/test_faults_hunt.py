@@ -59,6 +59,7 @@ def test_the_table_can_fail() -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(14400)
 def test_every_fault_is_found_again(tmp_path: Path) -> None:
     assert complaints(list(hunt_each(CATALOGUE, tmp_path))) == []
     assert fault_table.summary(stored(STORED))

@@ -132,6 +132,7 @@ def test_judging_all_goes_on_after_the_first_finding() -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(14400)
 def test_the_whole_matrix_holds_when_it_is_computed_again() -> None:
     made = matrix_run.matrix(CATALOGUE, jobs=len(os.sched_getaffinity(0)))
     assert made.complaints() == []

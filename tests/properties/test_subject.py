@@ -320,6 +320,7 @@ def test_some_faults_need_a_specification(fault: str, check: str | None) -> None
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(3600)
 def test_what_the_promises_see_of_the_catalogue() -> None:
     """Of the faults that live in control; a subject has no text and no kernels. The README names the figures."""
     control = [fault for fault, entry in CATALOGUE.items() if entry.rung == "ledger" and fault[0] != "D"]

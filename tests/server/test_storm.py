@@ -103,16 +103,19 @@ def resident() -> int:
     return int(Path("/proc/self/statm").read_text(encoding="ascii").split()[1]) * os.sysconf("SC_PAGE_SIZE")
 
 
+@pytest.mark.timeout(600)
 def test_three_rounds(served: Served) -> None:
     rounds(served, 80, 3)
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(3600)
 def test_ten_rounds_of_five_hundred(served: Served) -> None:
     memory = rounds(served, 500, 10)
     assert memory[9] <= memory[1] * 1.02, memory
 
 
+@pytest.mark.timeout(900)
 @pytest.mark.parametrize("clients", [100, pytest.param(500, marks=pytest.mark.slow)])
 def test_sigterm_in_the_middle(tmp_path: Path, clients: int) -> None:
     """The audit runs after every iteration and would end the process with 3."""
