@@ -26,7 +26,7 @@ from typing import Any
 
 import attrs
 
-from ci.mutation_kill import BEFORE_TESTS, CONTROL, Job, Verdict, send_armed_words, work
+from ci.mutation_kill import CONTROL, Job, Verdict, send_armed_words, work
 from ci.mutation_points import Mutant, draw, mutants
 
 STORED = Path("ci/mutants.json")
@@ -228,8 +228,8 @@ def readable(outcome: Outcome) -> str:
         f"- {len(killed)} killed by the corpus and {outcome.workloads} generated workloads: {len(killed) - late} by the corpus, "
         f"{late} by a generated workload. That is {len(killed) / (len(results) - len(alive)):.1%} of the "
         f"{len(results) - len(alive)} that are not equivalent, {len(killed) / len(results):.1%} of all.",
-        f"- {len(by_tests)} more killed by the unit tests of control (run after {BEFORE_TESTS} of the workloads), "
-        f"{len(alive)} equivalent.",
+        f"- {len(by_tests)} more killed by the unit tests of control, which run after all of the workloads, and {len(alive)} "
+        "equivalent.",
         f"- Processor time to a kill, start and imports included: median {_at(seconds, 0.5):.1f} s, "
         f"95 % within {_at(seconds, 0.95):.1f} s, longest {_at(seconds, 1.0):.1f} s.",
         "",

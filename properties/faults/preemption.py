@@ -143,6 +143,14 @@ FAULTS = in_area(
         needs="resumed",
     ),
     Fault(
+        "P11",
+        "a victim joins the waiting requests and stays among the running ones, too",
+        ("audit",),
+        line(SCHEDULER, "_preempt", "self.running.remove(victim)", "pass"),
+        rules=("6.3",),
+        needs="preempted",
+    ),
+    Fault(
         "M05",
         "a request that generated something is never prefilled again, it decodes",
         ("audit", "decisions"),

@@ -273,4 +273,12 @@ FAULTS = in_area(
         ),
         rules=("1.8", "11.2"),
     ),
+    Fault(
+        "C26",
+        "the last block that was hit is computed again, by everybody who holds it",
+        ("audit", "decisions", "ledger"),
+        line(SCHEDULER, "_seat", "request.computed = len(hits)", "request.computed = max(0, len(hits) - 1)"),
+        rules=("11.8",),
+        needs="prefix hit",
+    ),
 )

@@ -313,6 +313,13 @@ FAULTS = in_area(
         rules=("1.6",),
     ),
     Fault(
+        "S41",
+        "the last token of a prompt waits for an iteration of its own",
+        ("audit", "decisions"),
+        line(SCHEDULER, "_chunk", "min(budget, request.missing)", "min(budget, max(1, request.missing - 1))"),
+        rules=("9.3",),
+    ),
+    Fault(
         "K02",
         "usage counts the prompt as generated",
         ("solo",),
