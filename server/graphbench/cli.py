@@ -16,7 +16,7 @@ from server.bench.own import Running, StartFailed, served
 from server.bench.plot import NoPlots
 from server.graphbench import report
 from server.graphbench.readings import Backwards
-from server.graphbench.run import ARMS, Arm, Plan, run_arm
+from server.graphbench.run import ARMS, Arm, Plan, run_arms
 from server.graphbench.verdict import Tolerance, judge
 
 app = App(
@@ -24,12 +24,14 @@ app = App(
     help_format="plaintext",
     result_action="return_value",
     help=(
-        "Proves recorded graphs in a crowd. Each arm is a server of its own, started, asked and ended one after the "
-        "other, so that they do not disturb each other's clock. First a crowd of clients all at once, whose answers "
-        "must be equal to the byte between the arms; then the same clients in an open loop at each rate. Everything "
+        "Proves recorded graphs in a crowd. Each arm is a server of its own; only one is asked at a time, so that they do "
+        "not disturb each other's clock. First a crowd of clients all at once, whose answers must be equal to the byte "
+        "between the arms; then the same clients in an open loop at each rate, in which the arms take turns. Everything "
         "said about a run is the difference of two readings of /health. The first arm is compared with every other."
     ),
 )
+
+PAGE = 130  # columns of a table that no terminal shows
 
 
 class Wrong(Exception):
@@ -79,12 +81,12 @@ def graphbench(
             yield running
 
     notes = Console(stderr=True)
-    runs = [run_arm(arm, plan, open_arm, lambda text: notes.print(text, markup=False)) for arm in listed]
+    runs = run_arms(listed, plan, open_arm, lambda text: notes.print(text, markup=False))
     complaints = [found for other in runs[1:] for found in judge(runs[0], other, Tolerance(tail, samples))]
     if as_json:
         print(json.dumps(report.document(runs, complaints)))
     else:
-        report.show(runs, complaints, Console())
+        report.show(runs, complaints, Console(width=None if sys.stdout.isatty() else PAGE))
     if csv is not None:
         csv.write_text(report.table_of(runs), encoding="utf-8")
     if plot is not None:

@@ -6,7 +6,8 @@ engine is idle again. A difference below zero means that the server was restarte
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections import Counter
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import attrs
@@ -68,6 +69,21 @@ def between(before: Mapping[str, Any], after: Mapping[str, Any]) -> Happened:
         row_moves=plain("row_moves"),
         preemptions=plain("preemptions"),
     )
+
+
+def total(parts: Sequence[Happened]) -> Happened:
+    """What happened in several stretches of one run, together."""
+
+    def added(name: str) -> Any:
+        values = [getattr(part, name) for part in parts]
+        if isinstance(values[0], int):
+            return sum(values)
+        counts: Counter[Any] = Counter()
+        for value in values:
+            counts.update(value)
+        return dict(counts)
+
+    return Happened(**{field.name: added(field.name) for field in attrs.fields(Happened)})
 
 
 def _difference(name: str, before: int, after: int) -> int:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import csv
 import io
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +14,8 @@ from rich.console import Console
 from rich.table import Table
 
 from server.bench.plot import NoPlots
-from server.graphbench.verdict import ArmRun, Complaint, Paced, tail_ratio, unequal
+from server.graphbench.readings import Happened
+from server.graphbench.verdict import ArmRun, Complaint, Paced, ratio_of, unequal
 
 
 def show(arms: Sequence[ArmRun], complaints: Sequence[Complaint], console: Console) -> None:
@@ -34,27 +35,43 @@ def show(arms: Sequence[ArmRun], complaints: Sequence[Complaint], console: Conso
 
 def _arms(arms: Sequence[ArmRun]) -> Table:
     table = Table(title="the crowd, and what each arm cost to start", box=box.SIMPLE_HEAD)
-    for heading in ("arm", "clients", "peak rows", "decode steps", "replayed", "padded", "moves", "recorded"):
+    for heading in ("arm", "clients", "peak rows", "decode steps", "replayed", "eager steps", "padded", "moves"):
         table.add_column(heading, justify="left" if heading == "arm" else "right")
-    for heading in ("boot s", "MiB"):
+    for heading in ("recorded", "boot s", "capture s", "capture MiB", "RSS MiB"):
         table.add_column(heading, justify="right")
     for arm in arms:
         happened = arm.crowd_happened
         counts = [len(arm.crowd), happened.peak_rows, happened.decode_steps, f"{happened.replay_share:.1%}"]
-        counts += [happened.padded_rows, happened.row_moves, sum(h.recorded for h in arm.happened)]
+        counts += [_reasons(happened), happened.padded_rows, happened.row_moves, sum(h.recorded for h in arm.happened)]
         memory = "-" if arm.memory_mib is None else f"{arm.memory_mib:.0f}"
-        table.add_row(arm.name, *(str(count) for count in counts), f"{arm.boot_s:.1f}", memory)
+        table.add_row(arm.name, *map(str, counts), f"{arm.boot_s:.1f}", *_capture(arm), memory)
     return table
+
+
+def _reasons(happened: Happened) -> str:
+    return ", ".join(f"{count} {reason}" for reason, count in sorted(happened.eager.items())) or "0"
+
+
+def _capture(arm: ArmRun) -> tuple[str, str]:
+    """Seconds and memory of recording, as the server promised them."""
+    told = arm.promises.get("capture")
+    if not isinstance(told, Mapping):
+        return "-", "-"
+    return f"{told['seconds']:.2f}", f"{told['bytes'] / 2**20:.2f}"
 
 
 def _rates(arms: Sequence[ArmRun]) -> Table:
     table = Table(title="open loop, ms", box=box.SIMPLE_HEAD)
-    for heading in ("arm", "req/s", "TTFT p50", "p99", "ITL p50", "p99", "samples", f"ITL p99 of {arms[0].name} / it"):
+    headings = ("arm", "req/s", "TTFT p50", "p99", "ITL p50", "p99", "samples", "replayed")
+    for heading in (*headings, f"ITL p50 of {arms[0].name} / it", "p99", "90 % of redraws"):
         table.add_column(heading, justify="left" if heading == "arm" else "right")
     for arm in arms:
         for mine, paced in zip(arms[0].paced, arm.paced, strict=True):
-            ratio = None if arm is arms[0] else tail_ratio(mine, paced)
-            table.add_row(arm.name, *_latencies(paced), "" if ratio is None else f"{ratio:.2f}")
+            cells = [arm.name, *_latencies(paced), f"{paced.happened.replay_share:.1%}"]
+            middle, tail = (None, None) if arm is arms[0] else (ratio_of(mine, paced, 50), ratio_of(mine, paced, 99))
+            if middle is not None and tail is not None:
+                cells += [f"{middle.value:.2f}", f"{tail.value:.2f}", f"{tail.low:.2f} .. {tail.high:.2f}"]
+            table.add_row(*cells)
     return table
 
 
@@ -71,9 +88,20 @@ def document(arms: Sequence[ArmRun], complaints: Sequence[Complaint]) -> dict[st
         "equal_answers": {
             other.name: len(arms[0].crowd) - len(unequal(arms[0].crowd, other.crowd)) for other in arms[1:]
         },
+        "ratios": {other.name: _ratios(arms[0], other) for other in arms[1:]},
         "complaints": [attrs.asdict(complaint) for complaint in complaints],
         "holds": not complaints,
     }
+
+
+def _ratios(first: ArmRun, other: ArmRun) -> list[dict[str, Any]]:
+    """The first arm's inter-token latency over the other's, by rate."""
+    told = []
+    for mine, theirs in zip(first.paced, other.paced, strict=True):
+        quantiles = {f"p{percent}": ratio_of(mine, theirs, percent) for percent in (50, 99)}
+        plain = {name: None if ratio is None else attrs.asdict(ratio) for name, ratio in quantiles.items()}
+        told.append({"rate": mine.rate, "itl": plain})
+    return told
 
 
 def _plain(arm: ArmRun) -> dict[str, Any]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import io
 import json
 from collections.abc import Callable
+from itertools import accumulate
 from pathlib import Path
 from typing import Any
 
@@ -17,8 +18,8 @@ from server.bench.summary import summarise
 from server.graphbench import report
 from server.graphbench.cli import main
 from server.graphbench.clients import Said, clients
-from server.graphbench.readings import Backwards, Happened, between
-from server.graphbench.verdict import ArmRun, Paced, Tolerance, judge
+from server.graphbench.readings import Backwards, Happened, between, total
+from server.graphbench.verdict import ArmRun, Paced, Tolerance, judge, ratio_of
 
 SAID = tuple(Said((n, n + 1), ("d", f"{n}"), "text", "length") for n in range(4))
 
@@ -43,10 +44,14 @@ def eager_steps(**changes: Any) -> Happened:
     return happened(**{"replays": {}, "eager": {"uncaptured": 10}, **changes})
 
 
-def paced(steps: Happened, gap: float = 0.01, samples: int = 300) -> Paced:
-    arrivals = [gap * n for n in range(samples + 1)]
-    answers = [Answer(0.0, arrivals, arrivals[-1], 3, len(arrivals))]
-    return Paced(1.0, summarise("1/s", answers), samples, steps)
+def paced(steps: Happened, gap: float = 0.01, each: int = 30, slow: int = 0) -> Paced:
+    """Ten requests with ``each`` gaps; in the first ``slow`` of them every third gap is five times as long."""
+    gaps = [tuple(gap * (5 if n < slow and k % 3 == 0 else 1) for k in range(each)) for n in range(10)]
+    answers = []
+    for some in gaps:
+        arrivals = list(accumulate(some, initial=0.0))
+        answers.append(Answer(0.0, arrivals, arrivals[-1], 3, len(arrivals)))
+    return Paced(1.0, summarise("1/s", answers), tuple(gaps), steps)
 
 
 def arm(name: str, steps: Happened, **changes: Any) -> ArmRun:
@@ -92,10 +97,11 @@ CASES: list[tuple[str, str, Callable[[], tuple[ArmRun, ArmRun]]]] = [
         lambda: (graphs(crowd_happened=happened(replays={"4x4": 9}, eager={"scattered": 1})), eager()),
     ),
     ("worse", "tail worse", lambda: (graphs(paced=[paced(happened(), gap=0.02)]), eager())),
+    ("worse", "tail worse", lambda: (graphs(paced=[paced(happened(), slow=10)]), eager())),
     ("void", "not crowded", lambda: (graphs(crowd_happened=happened(decode_rows={3: 10})), eager())),
     ("void", "not crowded", lambda: (graphs(), eager(crowd_happened=eager_steps(decode_rows={3: 10})))),
     ("void", "different work", lambda: (graphs(), eager(crowd_happened=eager_steps(sampled_tokens=27)))),
-    ("void", "too few samples", lambda: (graphs(paced=[paced(happened(), samples=5)]), eager())),
+    ("void", "too few samples", lambda: (graphs(paced=[paced(happened(), each=2)]), eager())),
     ("void", "not eager", lambda: (graphs(), eager(crowd_happened=happened()))),
     ("void", "failed", lambda: (graphs(), eager(crowd=BROKEN, alone=BROKEN))),
 ]
@@ -113,6 +119,15 @@ def test_each_check_fires(kind: str, check: str, make: Callable[[], tuple[ArmRun
 def test_an_arm_that_replays_nothing_says_nothing_about_replays() -> None:
     found = judge(graphs(crowd_happened=eager_steps(), paced=[paced(eager_steps())]), eager(), Tolerance())
     assert {complaint.check for complaint in found} == {"nothing replayed", "not every step replayed"}
+
+
+def test_one_slow_request_widens_the_interval_and_is_no_verdict() -> None:
+    mine, theirs = paced(happened(), slow=1), paced(eager_steps())
+    tail = ratio_of(mine, theirs, 99)
+    assert tail is not None
+    assert (tail.low, round(tail.value, 3), round(tail.high, 3)) == (1.0, 5.0, 5.0)
+    assert judge(graphs(paced=[mine]), eager(paced=[theirs]), Tolerance()) == []
+    assert ratio_of(mine, paced(eager_steps(), each=0), 99) is None
 
 
 READING: dict[str, Any] = {
@@ -134,6 +149,13 @@ def test_a_claim_is_the_difference_of_two_readings() -> None:
     got = between(READING, after)
     assert (got.decode_steps, got.decode_rows, got.replays) == (2, {2: 1, 8: 1}, {"2x4": 1, "8x4": 1})
     assert (got.peak_rows, got.replay_share, got.recorded) == (8, 1.0, 0)
+
+
+def test_stretches_of_one_run_are_added() -> None:
+    one = happened(eager={"scattered": 2}, replays={"4x4": 6})
+    both = total([one, happened(eager={"uncaptured": 1}, replays={"4x4": 1, "1x4": 4})])
+    assert (both.decode_steps, both.decode_rows, both.sampled_tokens) == (20, {4: 12, 1: 8}, 56)
+    assert (both.replays, both.eager) == ({"4x4": 7, "1x4": 4}, {"scattered": 2, "uncaptured": 1})
 
 
 @pytest.mark.parametrize("change", [{"sampled_tokens": 4}, {"replays": {"2x4": 2}}, {"decode_rows": {}}])
