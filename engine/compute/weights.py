@@ -62,7 +62,7 @@ def load_weights(
 ) -> Weights:
     """Reads, fuses and packs the weights and probes the kernels. Raises ``LoadError`` and ``UnstableMachine``."""
     config = model.config
-    reader = _Reader(config, model.source, device, dtype)
+    reader = Reader(config, model.source, device, dtype)
     linears = Linears()
     check_rowwise(device)
     embedding = reader.read("model.embed_tokens.weight")
@@ -91,7 +91,7 @@ def load_weights(
     )
 
 
-class _Reader:
+class Reader:
     """Tensors by name, on the device in the compute type; counts what it read."""
 
     def __init__(self, config: ModelConfig, source: TensorSource, device: torch.device, dtype: torch.dtype) -> None:
@@ -114,7 +114,7 @@ class _Reader:
         return self.read(*names) if names[0] in self._shapes else None
 
 
-def _layer(config: ModelConfig, reader: _Reader, linears: Linears, index: int) -> Layer:
+def _layer(config: ModelConfig, reader: Reader, linears: Linears, index: int) -> Layer:
     prefix = f"model.layers.{index}."
 
     def linear(name: str, *parts: str) -> Linear:
@@ -133,7 +133,7 @@ def _layer(config: ModelConfig, reader: _Reader, linears: Linears, index: int) -
     )
 
 
-def _qk_norm(config: ModelConfig, reader: _Reader, prefix: str) -> Tensor | None:
+def _qk_norm(config: ModelConfig, reader: Reader, prefix: str) -> Tensor | None:
     if not config.qk_norm:
         return None
     q, k = reader.read(f"{prefix}self_attn.q_norm.weight"), reader.read(f"{prefix}self_attn.k_norm.weight")
