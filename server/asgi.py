@@ -18,11 +18,13 @@ import structlog
 from starlette.datastructures import Headers, MutableHeaders
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
+from server import tracing
 from server.errors import ApiError, of_exception
 from server.logs import printable
 from server.outlet import Outlet, SlowReader
 from server.page import FILES
 from server.settings import ServerSettings
+from server.tracing import RequestSpan, Tracing
 
 # Answered without a key. A browser cannot send one for the page itself, which holds no data; what it asks for needs one.
 OPEN_PATHS = frozenset({"/health", "/ready", "/version", *FILES})
@@ -40,8 +42,15 @@ class _ClientGone(Exception):
 class FrontDoor:
     """Wraps the application. Anything that is not HTTP (the lifespan) passes through."""
 
-    def __init__(self, app: ASGIApp, settings: ServerSettings, outlet: Outlet | None = None) -> None:
+    def __init__(
+        self,
+        app: ASGIApp,
+        settings: ServerSettings,
+        outlet: Outlet | None = None,
+        tracing: Tracing | None = None,
+    ) -> None:
         self.app = app
+        self._tracing = tracing
         self.outlet = outlet or Outlet(settings.send_timeout)
         self.max_body_bytes = settings.max_body_bytes
         self._keys = settings.api_keys
@@ -67,7 +76,9 @@ class FrontDoor:
             whole = message["type"] == "http.response.body" and not message.get("more_body", False)
 
         scope.setdefault("state", {})["request_id"] = request_id
-        with structlog.contextvars.bound_contextvars(request_id=request_id):
+        span = self._begin(scope, headers, request_id)
+        ids = {"request_id": request_id} | ({} if span is None else {"trace_id": span.trace_id})
+        with structlog.contextvars.bound_contextvars(**ids):
             try:
                 await self._answer(scope, headers, receive, tagged)
             except (_ClientGone, SlowReader):
@@ -77,14 +88,25 @@ class FrontDoor:
                 if not status:
                     await answer.response()(scope, receive, tagged)
             finally:
+                status = status if whole else 499  # the client was gone before the end
+                if span is not None:
+                    tracing.current.set(None)
+                    span.end(status, getattr(scope.get("route"), "path", None))
                 write = log.debug if scope["path"] in _QUIET_PATHS else log.info
                 write(
                     "request",
                     method=scope["method"],
                     path=printable(scope["path"][:200]),
-                    status=status if whole else 499,  # the client was gone before the end
+                    status=status,
                     seconds=round(time.perf_counter() - started, 4),
                 )
+
+    def _begin(self, scope: Scope, headers: Headers, request_id: str) -> RequestSpan | None:
+        if self._tracing is None or scope["path"] in _QUIET_PATHS:
+            return None
+        span = self._tracing.begin(scope["method"], printable(scope["path"]), headers, request_id)
+        tracing.current.set(span)
+        return span
 
     async def _answer(self, scope: Scope, headers: Headers, receive: Receive, send: Send) -> None:
         try:

@@ -278,12 +278,12 @@ class Bridge:
         if not self.apply(wait=wait):
             return False
         if engine.has_work:
-            self.step_began = time.monotonic()
+            began = self.step_began = time.monotonic()
             record = engine.step()
             self.step_began = None
             if record.error is not None:
                 log.error("a step failed", iteration=record.iteration, error=record.error, ended=len(record.finished))
-            self._publish(engine, record)
+            self._publish(engine, record, began)
             self._checker.after(engine, record.iteration)
         return True
 
@@ -339,8 +339,11 @@ class Bridge:
         for request in self._live:
             self._engine.abort(request)
 
-    def _publish(self, engine: Engine, record: StepRecord) -> None:
+    def _publish(self, engine: Engine, record: StepRecord, began: float) -> None:
         now = time.monotonic()
+        for seat in record.plan.seated:
+            if (live := self._live.get(seat.request)) is not None and live[1].admitted is None:
+                live[1].admitted = began
         times = StepTimes(text=self.text_seconds)
         self.text_seconds = 0.0
         batch: list[Callable[[], None]] = []
@@ -392,6 +395,7 @@ class Bridge:
     @staticmethod
     def _clock(choice: Choice, prompt_tokens: int, now: float, times: StepTimes) -> None:
         if choice.last_token is None:
+            choice.first_token = now
             times.first_tokens.append(now - choice.arrived)
             times.prompt_tokens += prompt_tokens
         else:

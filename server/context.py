@@ -17,6 +17,7 @@ from engine import __version__
 from engine.engine import Engine
 from engine.loading.model import LoadedModel
 from engine.request import InvalidRequest, SamplingParams
+from server import tracing
 from server.answer import Shape, reply
 from server.bridge import Bridge
 from server.errors import ApiError, brief, of_invalid
@@ -105,6 +106,9 @@ class Context:
             generation = await self.bridge.submit([p.ids for p in prompts], params, choices, priority, salt)
         except InvalidRequest as error:
             raise of_invalid(error, names) from None
+        span = tracing.current.get()
+        if span is not None:
+            span.asked(self.names[0], params, stream)
         limit = self.settings.request_timeout
         timer = asyncio.get_running_loop().call_later(limit, self._time_out, generation) if limit else None
         try:
@@ -113,6 +117,8 @@ class Context:
             if timer is not None:
                 timer.cancel()
             self.bridge.close(generation)
+            if span is not None:
+                span.answered(generation)
             _log(generation)
 
     def _time_out(self, generation: Generation) -> None:

@@ -51,8 +51,10 @@ class Choice:
     end: Finished | None = None
     told: bool = False  # the end was part of a delta
 
-    request: int | None = None  # engine thread only, as the next two
-    arrived: float = 0.0
+    request: int | None = None  # engine thread only
+    arrived: float = 0.0  # monotonic seconds, as the next three, which the event loop reads when the choice has ended
+    admitted: float | None = None  # when the first iteration that had it began
+    first_token: float | None = None
     last_token: float | None = None
 
     def arrive(self, token: Sampled | None, piece: str, end: Finished | None) -> None:
@@ -140,6 +142,12 @@ class Generation:
     @property
     def ended(self) -> bool:
         return all(choice.end is not None for choice in self.choices)
+
+    @property
+    def failure(self) -> ApiError | None:
+        """What this answer ended with instead of an answer; None when nothing went wrong."""
+        ended = (failure(choice.end) for choice in self.choices)
+        return self._failure or next((error for error in ended if error is not None), None)
 
     async def news(self, patience: float | None = None) -> AsyncIterator[list[Delta]]:
         """Deltas as they come, until every choice has ended; an empty list after ``patience`` seconds of silence.

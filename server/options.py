@@ -14,6 +14,7 @@ import attrs
 from cyclopts import Group, Parameter
 
 from engine.config import ConfigError, EngineConfig
+from server import tracing
 from server.settings import ServerSettings
 
 _MODEL = Group("Model", sort_key=1)
@@ -47,6 +48,13 @@ class Options:
         str, _flag(_MODEL, "auto, native or torch kernels; native ones are built once by the system's C++ compiler.")
     ] = "auto"
     threads: Annotated[int | None, _flag(_MODEL, "CPU threads of the kernels; by default one per core.")] = None
+    weights_cache: Annotated[
+        str,
+        _flag(
+            _MODEL,
+            "A folder in which packed weights are kept for the next start; auto is the user's cache, off nowhere.",
+        ),
+    ] = "auto"
     seed: Annotated[
         int | None, _flag(_MODEL, "Makes the seeds of requests that bring none a function of their arrival number.")
     ] = None
@@ -138,6 +146,14 @@ class Options:
         ),
     ] = None
 
+    otlp_endpoint: Annotated[
+        str | None,
+        _flag(
+            _OTHER,
+            "An OpenTelemetry collector, as http://127.0.0.1:4318, that gets a span per request (OTLP over HTTP, no text). "
+            "The standard OTEL_* variables work too. Needs the otel extra.",
+        ),
+    ] = None
     log_level: Annotated[str, _flag(_OTHER, "debug, info, warning or error.")] = "info"
     log_format: Annotated[str, _flag(_OTHER, "text or json.")] = "text"
     config: Annotated[Path | None, _flag(_OTHER, "A TOML file with any of these options.")] = None
@@ -155,6 +171,7 @@ class Options:
             "api_keys": (*self.api_key, *_keys_in(self.api_key_file)),
             "admin_keys": () if self.admin_key is None else (self.admin_key,),
             "cors_origins": self.cors_origin,
+            "otlp_endpoint": tracing.endpoint_of(self.otlp_endpoint),
         }
         names = [field.name for field in attrs.fields(ServerSettings) if field.name not in others]
         return ServerSettings(**others, **{name: getattr(self, name) for name in names})

@@ -10,6 +10,7 @@ from pathlib import Path
 import attrs
 
 from engine.config import ConfigError
+from server import tracing
 from server.check import MODES
 
 LOG_LEVELS = ("debug", "info", "warning", "error")
@@ -32,7 +33,8 @@ class ServerSettings:
     a browser; by default nobody's. ``max_prompt_bytes``: see ``Reading``. ``ping_interval``: a
     silent stream sends an SSE comment this often. ``send_timeout``: a client that does not read for so long is cut off;
     ``request_timeout``: a request that runs longer ends with an error; 0 is never, for both. ``stall_timeout``: an iteration
-    that runs longer makes /health answer 503. ``check``: see server/check.py; ``record``: see server/record.py.
+    that runs longer makes /health answer 503. ``check``: see server/check.py; ``record``: see server/record.py;
+    ``otlp_endpoint``: where spans go, a full URL: see server/tracing.py.
     """
 
     host: str = "127.0.0.1"
@@ -54,6 +56,7 @@ class ServerSettings:
     check: str = "off"
     check_interval: int = 1
     record: Path | None = None
+    otlp_endpoint: str | None = None
 
     def __attrs_post_init__(self) -> None:
         if not 0 <= self.port <= 65535:
@@ -83,6 +86,8 @@ class ServerSettings:
             raise ConfigError("check_interval", f"check_interval is {self.check_interval}, but must be at least 1")
         if self.record is not None and not self.record.parent.is_dir():
             raise ConfigError("record", f"record is {str(self.record)!r}, but there is no folder {self.record.parent}")
+        if self.otlp_endpoint is not None:
+            tracing.check(self.otlp_endpoint)
         for origin in self.cors_origins:
             if origin != "*" and not _ORIGIN.fullmatch(origin):
                 raise ConfigError(
