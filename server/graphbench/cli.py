@@ -31,7 +31,7 @@ app = App(
     ),
 )
 
-PAGE = 130  # columns of a table that no terminal shows
+PAGE = 160  # columns of a table that no terminal shows
 
 
 class Wrong(Exception):
