@@ -18,6 +18,7 @@ from engine.loading.model import LoadedModel
 from engine.native.build import BuildError
 from engine.native.runner import NativeRunner, cores, library, native_rows
 from engine.native.weights import NativeWeights
+from engine.native.weights_cache import WeightsCache, weights_folder
 
 CPU_KV_BYTES = 2**30  # unless one sequence of full length needs more: a larger pool is better asked for
 FREE_SHARE = 0.4  # of the memory that is free when the pool is sized
@@ -57,7 +58,8 @@ def assemble(
             granted = f"{config.threads} threads were asked for, but this process may use {cores()} cores"
             warnings.warn(f"{granted}; more threads than cores make every step slower", stacklevel=2)
         own = weights if isinstance(weights, NativeWeights) else None
-        runner = NativeRunner(model, limits, threads=config.threads, progress=progress, weights=own)
+        cache = resolve_weights_cache(config.weights_cache)
+        runner = NativeRunner(model, limits, threads=config.threads, progress=progress, weights=own, cache=cache)
     else:
         shared = weights if isinstance(weights, Weights) else None
         runner = ModelRunner(
@@ -119,6 +121,13 @@ def resolve_compute(name: str, device: str, dtype: torch.dtype) -> str:
         )
         return "torch"
     return "native"
+
+
+def resolve_weights_cache(name: str) -> WeightsCache | None:
+    """Where packed weights are kept, if anywhere."""
+    if name == "off":
+        return None
+    return WeightsCache(weights_folder() if name == "auto" else Path(name).expanduser())
 
 
 def settle(config: EngineConfig, model: LoadedModel, device: str, dtype: torch.dtype, compute: str = "torch") -> Limits:
@@ -207,9 +216,10 @@ def _capacity(
     model: LoadedModel, limits: Limits, runner: ModelRunner | NativeRunner, device: str, dtype: torch.dtype
 ) -> list[tuple[str, str]]:
     if isinstance(runner, NativeRunner):
-        compute, threads = runner.compute, runner.threads.threads
+        compute, threads, origin = runner.compute, runner.threads.threads, runner.weights.origin
     else:
-        compute, threads = "torch kernels", torch.get_num_threads()
+        compute, threads, origin = "torch kernels", torch.get_num_threads(), None
+    weights = f"{runner.weight_bytes / 2**20:.0f} MiB, " + ("in memory" if origin is None else f"mapped from {origin}")
     tokens = limits.num_blocks * limits.block_size
     longest = _longest(limits.max_model_len, limits.num_blocks, limits.block_size)
     gap = captures_gap(
@@ -222,6 +232,7 @@ def _capacity(
         ("model", f"{model.name} ({model.config.family}, {model.weight_types})"),
         ("device", f"{device}, {str(dtype).removeprefix('torch.')}, {threads} threads"),
         ("compute", compute),
+        ("weights", weights),
         (
             "KV cache",
             f"{limits.num_blocks} blocks x {limits.block_size} = {tokens} tokens, {runner.kv_bytes / 2**20:.0f} MiB",

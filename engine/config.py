@@ -30,6 +30,7 @@ class EngineConfig:
     ``watermark``: blocks that admission leaves free for the growth of running requests (rule 8); ``None`` is 1 % of the pool.
     ``enable_prefix_caching``: requests take over the full KV blocks of an equal beginning (rule 11); it changes no answer.
     ``capture_rows`` x ``capture_widths`` (rows x blocks) are the recorded shapes; ``None`` covers every decode step.
+    ``weights_cache``: where packed weights are kept for the next start; ``auto`` is the user's cache, ``off`` nowhere.
     ``seed``: makes the seeds of requests that bring none a function of their arrival number; ``None`` draws them.
     """
 
@@ -50,6 +51,7 @@ class EngineConfig:
     persistent_batch: bool = True
     enable_prefix_caching: bool = True
     threads: int | None = None
+    weights_cache: str = "auto"
     seed: int | None = None
 
     def __attrs_post_init__(self) -> None:

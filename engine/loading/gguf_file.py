@@ -92,6 +92,10 @@ class GGUFSource:
     def __iter__(self) -> Iterator[str]:
         return iter(self.infos)
 
+    @property
+    def files(self) -> tuple[Path, ...]:
+        return (self.path,)
+
     def shape(self, name: str) -> tuple[int, ...]:
         return self.infos[name].dims
 

@@ -39,6 +39,10 @@ class FolderSource:
     def __iter__(self) -> Iterator[str]:
         return iter(self.places)
 
+    @property
+    def files(self) -> tuple[Path, ...]:
+        return tuple(sorted({place.file for place in self.places.values()}))
+
     def shape(self, name: str) -> tuple[int, ...]:
         return self.places[name].shape
 

@@ -18,7 +18,7 @@ import time
 from collections.abc import Sequence
 from pathlib import Path
 
-SOURCES = ("kernels.cpp", "attention.h", "product.h", "pool.h", "simd.h")
+SOURCES = ("kernels.cpp", "attention.h", "product.h", "pool.h", "simd.h", "checksum.h")
 COMPILERS = ("c++", "g++", "clang++")
 FLAGS = ("-std=c++17", "-O3", "-ffp-contract=off", "-fPIC", "-shared", "-pthread")
 TARGET = ("-march=native",)
@@ -41,10 +41,15 @@ def find_compiler() -> str:
     raise BuildError(f"no C++ compiler is on PATH (looked for {', '.join(COMPILERS)}; CXX names another)")
 
 
-def cache_folder() -> Path:
-    """Where shared objects are kept: ``lockstep`` in ``XDG_CACHE_HOME``, by default in the home's ``.cache``."""
+def cache_home() -> Path:
+    """``lockstep`` in ``XDG_CACHE_HOME``, by default in the home's ``.cache``."""
     base = os.environ.get("XDG_CACHE_HOME", "").strip()
-    return (Path(base) if base and Path(base).is_absolute() else Path.home() / ".cache") / "lockstep" / "native"
+    return (Path(base) if base and Path(base).is_absolute() else Path.home() / ".cache") / "lockstep"
+
+
+def cache_folder() -> Path:
+    """Where shared objects are kept."""
+    return cache_home() / "native"
 
 
 def built(
@@ -63,16 +68,16 @@ def built(
         place.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
     except OSError as error:
         raise BuildError(f"the cache folder {place.parent} cannot be made: {error.strerror or error}") from None
-    if foreign := _foreign(place.parent):
-        raise BuildError(f"the cache folder {place.parent} {foreign}, so nothing is loaded from it")
-    if place.exists() and not _foreign(place):
+    if why := foreign(place.parent):
+        raise BuildError(f"the cache folder {place.parent} {why}, so nothing is loaded from it")
+    if place.exists() and not foreign(place):
         return place
     _sweep(place.parent)
     _compile(compiler, flags, folder, place)
     return place
 
 
-def _foreign(path: Path) -> str | None:
+def foreign(path: Path) -> str | None:
     """Why somebody else could have written ``path``; ``None`` if nobody could."""
     status = path.lstat()
     if status.st_uid not in (os.geteuid(), _ROOT):

@@ -7,6 +7,7 @@
 #include "pool.h"
 #include "product.h"
 #include "attention.h"
+#include "checksum.h"
 
 namespace {
 
@@ -311,3 +312,5 @@ void lockstep_run(void* pool, const void* tape, int64_t count) {
     for (int64_t i = 0; i < count; ++i) run_one(threads, records[i]);
 }
 }
+uint64_t lockstep_checksum(const uint8_t* data, int64_t size) { return checksum(data, size); }
+

@@ -50,6 +50,7 @@ class Library:
             ("lockstep_vector_bits", ctypes.c_int, []),
             ("lockstep_packed_bytes", size, [size, size, size]),
             ("lockstep_pack", None, [size, pointer, size, size, pointer]),
+            ("lockstep_checksum", ctypes.c_uint64, [pointer, size]),
             ("lockstep_pool", pointer, [ctypes.c_int]),
             ("lockstep_close", None, [pointer]),
             ("lockstep_run", None, [pointer, pointer, size]),
@@ -73,9 +74,18 @@ class Library:
         if rows.shape[1] != expected or len(rows) == 0 or k == 0:
             raise ValueError(f"rows have shape {tuple(rows.shape)}, but {kind} needs (n, {expected}) for k = {k}")
         number = TYPES.index(kind)
-        data = aligned(int(self._dll.lockstep_packed_bytes(number, len(rows), k)))
+        data = aligned(self.packed_bytes(kind, len(rows), k))
         self._dll.lockstep_pack(number, rows.data_ptr(), len(rows), k, data.data_ptr())
         return Packed(kind, len(rows), k, data)
+
+    def packed_bytes(self, kind: str, n: int, k: int) -> int:
+        """Size of a packed weight of one of TYPES."""
+        return int(self._dll.lockstep_packed_bytes(TYPES.index(kind), n, k))
+
+    def checksum(self, data: Tensor) -> int:
+        """Of contiguous uint8 memory: 64 bits that change with any byte (checksum.h)."""
+        assert data.dtype == torch.uint8 and data.is_contiguous() and data.device.type == "cpu"
+        return int(self._dll.lockstep_checksum(data.data_ptr(), data.nbytes))
 
     def pool(self, threads: int) -> Pool:
         return Pool(self._dll, threads)

@@ -28,7 +28,8 @@ from engine.compute.tiles import tiles_for
 from engine.native.kernels import LANES, HeadLayout, Kernels
 from engine.native.library import Pool
 from engine.native.tape import NativeGraphs, NativeTape
-from engine.native.weights import Layer, Linear, NativeWeights
+from engine.native.tensors import Linear
+from engine.native.weights import Layer, NativeWeights
 
 UNITS_PER_THREAD = 4  # so that threads which the machine slows down leave their share to the others
 

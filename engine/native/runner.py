@@ -12,6 +12,7 @@ from engine.native.build import BuildError, built
 from engine.native.library import Library, Pool
 from engine.native.network import NativeNetwork
 from engine.native.weights import NativeWeights, Progress, load_native
+from engine.native.weights_cache import WeightsCache
 
 
 @functools.cache
@@ -27,8 +28,8 @@ def library() -> Library:
 class NativeRunner(PlanRunner):
     """``threads`` computes on that many threads (by default one for each core that this process may use).
 
-    ``weights`` lets several runners of one model share what ``load_native`` made, ``pool`` their threads. Raises
-    ``BuildError`` without a working compiler and ``LoadError`` for a bad tensor.
+    ``weights`` lets several runners of one model share what ``load_native`` made, ``pool`` their threads; ``cache`` keeps
+    packed weights for later starts. Raises ``BuildError`` without a working compiler and ``LoadError`` for a bad tensor.
     """
 
     def __init__(
@@ -40,8 +41,9 @@ class NativeRunner(PlanRunner):
         progress: Progress | None = None,
         weights: NativeWeights | None = None,
         pool: Pool | None = None,
+        cache: WeightsCache | None = None,
     ) -> None:
-        self.weights = loaded = load_native(model, library(), progress) if weights is None else weights
+        self.weights = loaded = load_native(model, library(), progress, cache) if weights is None else weights
         self.threads = shared = loaded.library.pool(threads or cores()) if pool is None else pool
         super().__init__(limits, lambda sizes: NativeNetwork(loaded, sizes, shared))
 

@@ -1,42 +1,25 @@
-"""The model's tensors as the native kernels want them: packed in the type that they came in, one at a time.
+"""The decoder's weights on native kernels: packed from a checkpoint, or mapped from where an earlier start left them.
 
-q, k and v read the same input, and so do gate and up: parts of one type become one weight, whose outputs lie side by side;
-parts of different types stay apart and write to their own columns of the same buffer. A type that no kernel knows is
-dequantised to F32. A tied head is the embedding itself, since a row of the table can be read from the panels.
+A tied head is the embedding itself, since a row of the table can be read from the panels.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import math
+import warnings
+from collections.abc import Callable, Iterator
+from pathlib import Path
 
 import attrs
-import torch
 from torch import Tensor
 
-from engine.loading.model import LoadedModel, ModelConfig, StoredTensor, TensorSource
-from engine.native.library import Library, Packed, can_pack
+from engine.loading.model import LoadedModel, ModelConfig
+from engine.native.library import Library, Packed
+from engine.native.packed_file import Damaged
+from engine.native.tensors import Linear, SourceTensors, Tensors
+from engine.native.weights_cache import WeightsCache
 
 Progress = Callable[[str, int, int], None]  # (stage, done, total)
-
-
-@attrs.frozen(eq=False)
-class Part:
-    """Some of a linear layer's outputs: those from ``column`` on."""
-
-    weight: Packed
-    bias: Tensor | None
-    column: int
-
-
-@attrs.frozen(eq=False)
-class Linear:
-    """One input, all outputs [n], k numbers each."""
-
-    parts: tuple[Part, ...]
-
-    @property
-    def n(self) -> int:
-        return sum(part.weight.n for part in self.parts)
 
 
 @attrs.frozen(eq=False)
@@ -53,7 +36,7 @@ class Layer:
 
 @attrs.frozen(eq=False)
 class NativeWeights:
-    """Everything that runners of one model can share. ``types``: how many bytes of packed weights are of which type."""
+    """Everything that runners of one model can share. ``origin``: the file that they are mapped from, if they are."""
 
     config: ModelConfig
     library: Library
@@ -61,94 +44,97 @@ class NativeWeights:
     layers: tuple[Layer, ...]
     final_norm: Tensor
     head: Packed
-    types: dict[str, int]
+    origin: Path | None = None
+
+    @property
+    def types(self) -> dict[str, int]:
+        """How many bytes of packed weights are of which type."""
+        linears = (linear for layer in self.layers for linear in (layer.qkv, layer.output, layer.gate_up, layer.down))
+        packed = [part.weight for linear in linears for part in linear.parts]
+        packed += [self.embedding] if self.head is self.embedding else [self.embedding, self.head]
+        found: dict[str, int] = {}
+        for weight in packed:
+            found[weight.type] = found.get(weight.type, 0) + weight.nbytes
+        return found
 
     @property
     def nbytes(self) -> int:
         return sum(self.types.values())
 
 
-def load_native(model: LoadedModel, library: Library, progress: Progress | None = None) -> NativeWeights:
-    """Reads and packs the weights. Raises ``LoadError`` for a tensor that cannot be read."""
-    config = model.config
-    reader = _Reader(config, model.source, library)
-    total = config.num_layers + 1
-    layers = []
+def load_native(
+    model: LoadedModel, library: Library, progress: Progress | None = None, cache: WeightsCache | None = None
+) -> NativeWeights:
+    """Reads and packs the weights, or finds them in ``cache``. Raises ``LoadError`` for a tensor that cannot be read."""
+    key = None if cache is None else cache.key(model.source)
+    if cache is not None and key is not None:
+        found = cache.open(key, library)
+        if found is None and _fill(cache, key, model, library, progress):
+            found = cache.open(key, library)
+        if found is not None:
+            try:
+                return _weights(model.config, library, found, progress, cache.place(key))
+            except Damaged as error:  # whole, but of another model
+                warnings.warn(f"{cache.place(key)} is not used: {error}", stacklevel=2)
+    return _weights(model.config, library, SourceTensors(model.config, model.source, library), progress)
+
+
+def _fill(cache: WeightsCache, key: str, model: LoadedModel, library: Library, progress: Progress | None) -> bool:
+    """Packs into a file, one tensor in memory at a time. False, with a warning, where no file can be had."""
+    most = 4 * sum(math.prod(shape) for shape in model.config.tensors().values())  # where everything becomes F32
+    try:
+        with cache.write(key, most, library) as writer:
+
+            def keep(name: str, made: Packed | Tensor) -> Packed | Tensor:
+                writer.add(name, made)
+                return made
+
+            tensors = SourceTensors(model.config, model.source, library, keep)
+            _ends(model.config, tensors)
+            for _ in _layers(model.config, tensors, "packing weights, once", progress):
+                pass  # written, and no longer held
+    except OSError as error:
+        warnings.warn(f"packed weights are not kept: {error}", stacklevel=2)
+        return False
+    return True
+
+
+def _weights(
+    config: ModelConfig, library: Library, tensors: Tensors, progress: Progress | None, origin: Path | None = None
+) -> NativeWeights:
+    embedding, head, final_norm = _ends(config, tensors)
+    layers = tuple(_layers(config, tensors, "loading weights", progress))
+    return NativeWeights(config, library, embedding, layers, final_norm, head, origin)
+
+
+def _ends(config: ModelConfig, tensors: Tensors) -> tuple[Packed, Packed, Tensor]:
+    """Embedding, head, last norm."""
+    embedding = tensors.packed("model.embed_tokens.weight")
+    head = embedding if config.tie_word_embeddings else tensors.packed("lm_head.weight")
+    return embedding, head, tensors.vector("model.norm.weight")
+
+
+def _layers(config: ModelConfig, tensors: Tensors, stage: str, progress: Progress | None) -> Iterator[Layer]:
     for index in range(config.num_layers):
-        layers.append(_layer(config, reader, index))
+        yield _layer(config, tensors, index)
         if progress is not None:
-            progress("loading weights", index + 1, total)
-    embedding = reader.packed("model.embed_tokens.weight")
-    head = embedding if config.tie_word_embeddings else reader.packed("lm_head.weight")
-    final_norm = reader.vector("model.norm.weight")
-    if progress is not None:
-        progress("loading weights", total, total)
-    return NativeWeights(config, library, embedding, tuple(layers), final_norm, head, reader.types)
+            progress(stage, index + 1, config.num_layers)
 
 
-class _Reader:
-    """Tensors by name; counts what it packed."""
-
-    def __init__(self, config: ModelConfig, source: TensorSource, library: Library) -> None:
-        self._shapes = config.tensors()
-        self._source, self._library = source, library
-        self.types: dict[str, int] = {}
-
-    def vector(self, name: str) -> Tensor:
-        return self._source.load(name).reshape(-1).contiguous()
-
-    def find(self, name: str) -> Tensor | None:
-        """A vector that the configuration may not have."""
-        return self.vector(name) if name in self._shapes else None
-
-    def packed(self, name: str) -> Packed:
-        return self._pack([self._stored(name)], self._shapes[name][1])
-
-    def linear(self, *names: str) -> Linear:
-        """``names`` without ``.weight`` and ``.bias``, all of one input."""
-        groups: list[list[tuple[str, StoredTensor]]] = []
-        for name in names:
-            stored = self._stored(f"{name}.weight")
-            if not groups or groups[-1][0][1].type != stored.type:
-                groups.append([])
-            groups[-1].append((name, stored))
-        parts: list[Part] = []
-        column = 0
-        for group in groups:
-            weight = self._pack([stored for _, stored in group], self._shapes[f"{names[0]}.weight"][1])
-            biases = [bias for name, _ in group if (bias := self.find(f"{name}.bias")) is not None]
-            parts.append(Part(weight, torch.cat(biases) if biases else None, column))
-            column += weight.n
-        return Linear(tuple(parts))
-
-    def _stored(self, name: str) -> StoredTensor:
-        """As the file holds it, or as F32 where no kernel knows the type."""
-        stored = self._source.stored(name)
-        if can_pack(stored.type, self._shapes[name][-1]):
-            return stored
-        return StoredTensor("F32", self._source.load(name).view(torch.uint8))
-
-    def _pack(self, parts: Sequence[StoredTensor], k: int) -> Packed:
-        rows = parts[0].data if len(parts) == 1 else torch.cat([part.data for part in parts])
-        packed = self._library.pack(parts[0].type, rows, k)
-        self.types[packed.type] = self.types.get(packed.type, 0) + packed.nbytes
-        return packed
-
-
-def _layer(config: ModelConfig, reader: _Reader, index: int) -> Layer:
+def _layer(config: ModelConfig, tensors: Tensors, index: int) -> Layer:
     prefix = f"model.layers.{index}."
     attention, mlp = f"{prefix}self_attn.", f"{prefix}mlp."
     qk_norms = None
     if config.qk_norm:
-        q_norm, k_norm = reader.vector(f"{attention}q_norm.weight"), reader.vector(f"{attention}k_norm.weight")
+        q_norm, k_norm = tensors.vector(f"{attention}q_norm.weight"), tensors.vector(f"{attention}k_norm.weight")
         qk_norms = (q_norm, k_norm, config.rms_norm_eps)
     return Layer(
-        input_norm=reader.vector(f"{prefix}input_layernorm.weight"),
-        qkv=reader.linear(*(f"{attention}{part}_proj" for part in "qkv")),
+        input_norm=tensors.vector(f"{prefix}input_layernorm.weight"),
+        qkv=tensors.linear(*(f"{attention}{part}_proj" for part in "qkv")),
         qk_norms=qk_norms,
-        output=reader.linear(f"{attention}o_proj"),
-        post_norm=reader.vector(f"{prefix}post_attention_layernorm.weight"),
-        gate_up=reader.linear(f"{mlp}gate_proj", f"{mlp}up_proj"),
-        down=reader.linear(f"{mlp}down_proj"),
+        output=tensors.linear(f"{attention}o_proj"),
+        post_norm=tensors.vector(f"{prefix}post_attention_layernorm.weight"),
+        gate_up=tensors.linear(f"{mlp}gate_proj", f"{mlp}up_proj"),
+        down=tensors.linear(f"{mlp}down_proj"),
         window=config.sliding_windows[index] if config.sliding_windows else None,
     )

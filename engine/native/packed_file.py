@@ -1,0 +1,162 @@
+"""A file of packed weights, to be mapped into memory and computed from as it lies.
+
+    head     64 bytes: magic, version, where the index is and its SHA-256
+    tensors  each at a multiple of 64 bytes, which is what the kernels' loads like best
+    index    JSON: the key that the file was made for; of each tensor name, type, sizes, place and checksum
+
+The index is written last and the head after it, under a name that nobody looks for; only a whole file gets its name.
+Whatever does not fit, down to one byte of a tensor, makes the file ``Damaged``: then it is made anew.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import mmap
+import os
+import struct
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any, BinaryIO
+
+import attrs
+import torch
+from torch import Tensor
+
+from engine.native.library import ALIGNMENT, TYPES, Library, Packed
+from engine.native.tensors import JOINED, Linear, joined
+
+VERSION = 1
+_MAGIC = b"lockstep"
+_HEAD = struct.Struct("<8sIIQQ32s")  # magic, version, 0, offset and size of the index, its digest
+_VECTOR = "vector"  # the type of what is no weight: norms and biases, fp32
+_MAX_INDEX = 2**26
+
+
+class Damaged(Exception):
+    """Not a whole file of packed weights for this key; the message says what is wrong."""
+
+
+@attrs.frozen
+class _Entry:
+    """``n`` rows of ``k`` numbers; of a vector, n numbers."""
+
+    type: str
+    n: int
+    k: int
+    at: int
+    bytes: int
+    sum: int
+
+
+class Writer:
+    """Appends tensors to ``file``, which is empty; ``close`` makes it whole. Raises ``OSError``."""
+
+    def __init__(self, file: BinaryIO, key: str, library: Library) -> None:
+        self._file, self._key, self._library = file, key, library
+        self._entries: dict[str, _Entry] = {}
+        self._at = ALIGNMENT
+        file.write(bytes(ALIGNMENT))
+
+    def add(self, name: str, made: Packed | Tensor) -> None:
+        if isinstance(made, Packed):
+            kind, n, k, data = made.type, made.n, made.k, made.data
+        else:
+            kind, n, k, data = _VECTOR, len(made), 1, made.view(torch.uint8)
+        total = self._library.checksum(data)
+        self._entries[name] = _Entry(kind, n, k, self._at, data.nbytes, total)
+        self._file.write(data.numpy().data)
+        pad = -data.nbytes % ALIGNMENT
+        self._file.write(bytes(pad))
+        self._at += data.nbytes + pad
+
+    def close(self) -> None:
+        entries = {name: attrs.astuple(entry) for name, entry in self._entries.items()}
+        index = json.dumps({"key": self._key, "tensors": entries}, separators=(",", ":")).encode()
+        self._file.write(index)
+        self._file.seek(0)
+        self._file.write(_HEAD.pack(_MAGIC, VERSION, 0, self._at, len(index), hashlib.sha256(index).digest()))
+        self._file.flush()
+        os.fsync(self._file.fileno())
+
+
+class FileTensors:
+    """The tensors of one file, as ``Tensors``. They stay mapped for as long as one of them is held."""
+
+    def __init__(self, path: Path, key: str, library: Library) -> None:
+        """Checks all of it. Raises ``Damaged`` or ``OSError``."""
+        with path.open("rb") as file:
+            size = os.fstat(file.fileno()).st_size
+            if size < ALIGNMENT:
+                raise Damaged(f"has {size} bytes")
+            # Copy on write, since torch has no read-only memory; nothing writes, so pages stay shared with the cache.
+            self._memory = torch.frombuffer(mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_COPY), dtype=torch.uint8)
+        self._library = library
+        self._entries = {name: entry for name, entry in _index(self._memory, size, key)}
+        for name, entry in self._entries.items():
+            self._check(name, entry, size)
+
+    def __len__(self) -> int:
+        return len(self._entries)
+
+    def vector(self, name: str) -> Tensor:
+        entry = self._find(name, _VECTOR)
+        return self._bytes(entry).view(torch.float32)
+
+    def packed(self, name: str) -> Packed:
+        entry = self._find(name)
+        return Packed(entry.type, entry.n, entry.k, self._bytes(entry))
+
+    def linear(self, *names: str) -> Linear:
+        return joined(self._parts(list(names)))
+
+    def _parts(self, rest: list[str]) -> Iterator[tuple[Packed, Tensor | None]]:
+        """The longest runs of names that were packed together."""
+        while rest:
+            ends = (end for end in range(len(rest), 0, -1) if f"{JOINED.join(rest[:end])}.weight" in self._entries)
+            end = next(ends, None)
+            if end is None:
+                raise Damaged(f"{rest[0]}.weight is not in it")
+            name = JOINED.join(rest[:end])
+            yield (
+                self.packed(f"{name}.weight"),
+                self.vector(f"{name}.bias") if f"{name}.bias" in self._entries else None,
+            )
+            rest = rest[end:]
+
+    def _find(self, name: str, kind: str | None = None) -> _Entry:
+        entry = self._entries.get(name)
+        if entry is None or (kind is None) == (entry.type == _VECTOR):
+            raise Damaged(f"{name} is not in it")
+        return entry
+
+    def _bytes(self, entry: _Entry) -> Tensor:
+        return self._memory[entry.at : entry.at + entry.bytes]
+
+    def _check(self, name: str, entry: _Entry, size: int) -> None:
+        inside = ALIGNMENT <= entry.at <= size - entry.bytes and entry.at % ALIGNMENT == 0
+        if not inside or entry.bytes != self._wanted(entry):
+            raise Damaged(f"{name} has {entry.bytes} bytes at {entry.at} of {size}")
+        if self._library.checksum(self._bytes(entry)) != entry.sum:
+            raise Damaged(f"the checksum of {name} is wrong")
+
+    def _wanted(self, entry: _Entry) -> int:
+        if entry.type == _VECTOR:
+            return 4 * entry.n
+        return self._library.packed_bytes(entry.type, entry.n, entry.k) if entry.type in TYPES else -1
+
+
+def _index(memory: Tensor, size: int, key: str) -> Iterator[tuple[str, _Entry]]:
+    magic, version, _, at, length, digest = _HEAD.unpack(bytes(memory[: _HEAD.size].tolist()))
+    if magic != _MAGIC or version != VERSION:
+        raise Damaged(f"begins with {magic!r}, version {version}")
+    if length > _MAX_INDEX or at + length != size:
+        raise Damaged(f"the index is at {at} with {length} bytes, but the file has {size}")
+    index = memory[at:].numpy().tobytes()
+    if hashlib.sha256(index).digest() != digest:
+        raise Damaged("the digest of the index is wrong")
+    found: dict[str, Any] = json.loads(index)
+    if found["key"] != key:
+        raise Damaged("it was made for another key")
+    for name, fields in found["tensors"].items():
+        yield name, _Entry(*fields)

@@ -1,0 +1,130 @@
+"""Packed weights kept on disk, so that only the first start of a model packs them; later ones map the file into memory.
+
+    key   the source files (size, time of change, their beginning and samples of the rest), how weights are packed, byte order
+    file  <key>.packed in the user's cache, written under another name first; two processes at once both make a whole one
+
+Nothing here can make a start fail: a folder that cannot be written, a full disk, a file that is damaged or that somebody
+else could have written only mean that weights are packed in memory, as they are without a cache.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import os
+import shutil
+import sys
+import tempfile
+import time
+import warnings
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import BinaryIO, Protocol, cast, runtime_checkable
+
+import attrs
+
+from engine.loading.model import TensorSource
+from engine.native.build import cache_home, foreign
+from engine.native.library import Library
+from engine.native.packed_file import Damaged, FileTensors, Writer
+
+MIN_BYTES = 2**24  # of source files; a smaller model is packed before a file could be opened and checked
+SPARE_BYTES = 2**28  # that stay free on the disk
+UNUSED_DAYS = 30  # after which a packed file is removed
+_BEGINNING, _SAMPLES, _SAMPLE = 2**20, 64, 4096
+_PACKING = ("library.py", "packed_file.py", "product.h", "tensors.py", "weights.py")
+_DAY = 86400
+
+
+@runtime_checkable
+class OnDisk(Protocol):
+    """A tensor source that reads files."""
+
+    @property
+    def files(self) -> tuple[Path, ...]: ...
+
+
+@attrs.frozen
+class WeightsCache:
+    """``folder`` need not exist. ``min_bytes``: smaller models are left alone."""
+
+    folder: Path
+    min_bytes: int = MIN_BYTES
+
+    def key(self, source: TensorSource, layout: str = "") -> str | None:
+        """Of what ``source`` is packed to; ``None`` where it is not worth a file or lies in none."""
+        if not isinstance(source, OnDisk):
+            return None
+        try:
+            if sum(path.stat().st_size for path in source.files) < self.min_bytes:
+                return None
+            digest = hashlib.sha256(f"{sys.byteorder} {layout}".encode())
+            for name in _PACKING:
+                digest.update((Path(__file__).parent / name).read_bytes())
+            for path in source.files:
+                _identify(path, digest.update)
+        except OSError:
+            return None
+        return digest.hexdigest()[:32]
+
+    def place(self, key: str) -> Path:
+        return self.folder / f"{key}.packed"
+
+    def open(self, key: str, library: Library) -> FileTensors | None:
+        """What was kept under ``key``; ``None`` if there is nothing, or nothing that can be trusted."""
+        place = self.place(key)
+        try:
+            if foreign(self.folder) or foreign(place):
+                return None
+            found = FileTensors(place, key, library)
+            os.utime(place)  # used: see _sweep
+        except (FileNotFoundError, NotADirectoryError):
+            return None
+        except (Damaged, OSError) as error:
+            warnings.warn(f"{place} is made anew: {error}", stacklevel=2)
+            return None
+        return found
+
+    @contextlib.contextmanager
+    def write(self, key: str, nbytes: int, library: Library) -> Iterator[Writer]:
+        """A file of about ``nbytes``; it gets its name when the block ends well. Raises ``OSError``."""
+        self.folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+        if why := foreign(self.folder):
+            raise PermissionError(f"{self.folder} {why}")
+        self._sweep()
+        if shutil.disk_usage(self.folder).free < nbytes + SPARE_BYTES:
+            raise OSError(f"{nbytes / 2**20:.0f} MiB would leave too little room on the disk of {self.folder}")
+        handle, name = tempfile.mkstemp(prefix=key, suffix=".tmp", dir=self.folder)
+        half = Path(name)
+        try:
+            with os.fdopen(handle, "wb") as file:
+                writer = Writer(cast(BinaryIO, file), key, library)
+                yield writer
+                writer.close()
+            half.replace(self.place(key))
+        finally:
+            half.unlink(missing_ok=True)
+
+    def _sweep(self) -> None:
+        """Removes what has not been used for long, and what writers that were killed left behind."""
+        for pattern, days in (("*.packed", UNUSED_DAYS), ("*.tmp", 1)):
+            for path in self.folder.glob(pattern):
+                with contextlib.suppress(OSError):  # another process was quicker
+                    if time.time() - path.stat().st_mtime > days * _DAY:
+                        path.unlink()
+
+
+def weights_folder() -> Path:
+    return cache_home() / "weights"
+
+
+def _identify(path: Path, update: Callable[[bytes], None]) -> None:
+    """Size, time, beginning and samples: a model trained further has another byte in nearly every one of them."""
+    status = path.stat()
+    size = status.st_size
+    update(f"{size} {status.st_mtime_ns}".encode())
+    with path.open("rb") as file:
+        update(file.read(_BEGINNING))
+        for sample in range(_SAMPLES):
+            file.seek(size // _SAMPLES * sample)
+            update(file.read(_SAMPLE))
