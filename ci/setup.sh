@@ -59,9 +59,10 @@ install() {
     say "installing Lockstep and what it needs into .venv; this is done once. To be downloaded, unless pip has it already:"
     say "  torch            190 MB (CPU build), or about 3 GB (the CUDA build, which is what PyPI has for Linux on x86-64;"
     say "                   for the CPU build there, see 'Installing' in README.md)"
+    say "  triton           198 MB (the tests run the GPU's kernels in its interpreter; the CUDA build of torch needs it too)"
     say "  default model     93 MB"
     say "  all other        145 MB"
-    say "On disk: 1.6 GB with the CPU build of torch."
+    say "On disk: 2.3 GB with the CPU build of torch."
     rm -f .venv/.ready
     touch .venv/.installing
     status=0

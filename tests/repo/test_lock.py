@@ -89,15 +89,16 @@ def test_lock_drops_local_tags_cuda_and_the_project() -> None:
         ("torch", "2.13.0+cpu"),
         ("Jinja2", "3.1.6"),
         ("nvidia_cublas", "1"),
-        ("triton", "3"),
+        ("cuda_bindings", "13"),
+        ("triton", "3.7.1"),
         ("lockstep-engine", "0"),
     ]
-    assert lock.pins(found) == ["jinja2==3.1.6", "torch==2.13.0"]
+    assert lock.pins(found) == ["jinja2==3.1.6", "torch==2.13.0", "triton==3.7.1"]
 
 
 def test_torch_and_the_model_are_pinned_as_tested() -> None:
     pins = pinned(LOCK)
     name, _, version = lock.MODEL.partition("==")
-    assert (pins["torch"], pins[name]) == (lock.TORCH, version)
+    assert (pins["torch"], pins["triton"], pins[name]) == (lock.TORCH, lock.TRITON, version)
     assert (name, version) == (load.DEFAULT_PACKAGE, load.DEFAULT_VERSION)
     assert f"MODEL={name}\n" in (ROOT / "ci/setup.sh").read_text(encoding="utf-8")
