@@ -51,7 +51,8 @@ def assemble(
             progress("preparing kernels", 1, 1)
     else:
         compute = "native" if isinstance(weights, NativeWeights) else "torch"
-    limits = settle(config, model, device, dtype, compute)
+    kv_dtype = resolve_kv_dtype(config.kv_dtype, dtype, compute)
+    limits = settle(config, model, device, kv_dtype, compute)
     runner: ModelRunner | NativeRunner
     if compute == "native":
         if config.threads is not None and config.threads > cores():
@@ -59,7 +60,15 @@ def assemble(
             warnings.warn(f"{granted}; more threads than cores make every step slower", stacklevel=2)
         own = weights if isinstance(weights, NativeWeights) else None
         cache = resolve_weights_cache(config.weights_cache)
-        runner = NativeRunner(model, limits, threads=config.threads, progress=progress, weights=own, cache=cache)
+        runner = NativeRunner(
+            model,
+            limits,
+            threads=config.threads,
+            progress=progress,
+            weights=own,
+            cache=cache,
+            kv_dtype=kv_dtype,
+        )
     else:
         shared = weights if isinstance(weights, Weights) else None
         runner = ModelRunner(
@@ -128,17 +137,30 @@ def resolve_weights_cache(name: str) -> WeightsCache | None:
     if name == "off":
         return None
     return WeightsCache(weights_folder() if name == "auto" else Path(name).expanduser())
+def resolve_kv_dtype(name: str, dtype: torch.dtype, compute: str) -> torch.dtype:
+    """``auto`` is what is computed in. Raises ``ConfigError`` where no kernel reads the type that was asked for."""
+    kv_dtype = dtype if name == "auto" else _DTYPES[name]
+    if kv_dtype != dtype and compute == "torch":
+        computed = str(dtype).removeprefix("torch.")
+        raise ConfigError(
+            "kv_dtype", f"kv_dtype is {name}, but must be {computed} or auto: only native kernels convert it"
+        )
+    return kv_dtype
 
 
-def settle(config: EngineConfig, model: LoadedModel, device: str, dtype: torch.dtype, compute: str = "torch") -> Limits:
-    """Fills in what the settings left open. Raises ``ConfigError``."""
+
+
+def settle(
+    config: EngineConfig, model: LoadedModel, device: str, kv_dtype: torch.dtype, compute: str = "torch"
+) -> Limits:
+    """Fills in what the settings left open; ``kv_dtype`` says what a block costs. Raises ``ConfigError``."""
     context = model.config.max_position_embeddings
     max_model_len = config.max_model_len or context
     if max_model_len > context:
         raise ConfigError(
             "max_model_len", f"max_model_len is {max_model_len}, but {model.name} knows {context} positions"
         )
-    num_blocks = config.num_kv_blocks or _blocks_that_suit(config, model, max_model_len, device, dtype)
+    num_blocks = config.num_kv_blocks or _blocks_that_suit(config, model, max_model_len, device, kv_dtype)
     watermark = num_blocks // 100 if config.watermark is None else config.watermark
     if watermark >= num_blocks:
         raise ConfigError(
@@ -180,13 +202,13 @@ def _longest(max_model_len: int, num_blocks: int, block_size: int) -> int:
 
 
 def _blocks_that_suit(
-    config: EngineConfig, model: LoadedModel, max_model_len: int, device: str, dtype: torch.dtype
+    config: EngineConfig, model: LoadedModel, max_model_len: int, device: str, kv_dtype: torch.dtype
 ) -> int:
     """Room for every row at full length, or for what a share of the free memory holds, whichever is less.
 
     At least one sequence of full length must fit, or the model's own context could not be served.
     """
-    per_block = kv_bytes_per_block(model.config, config.block_size, dtype)
+    per_block = kv_bytes_per_block(model.config, config.block_size, kv_dtype)
     one = -(-max_model_len // config.block_size)
     room = int(_free_bytes(device) * FREE_SHARE)
     if device == "cpu":

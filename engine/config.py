@@ -10,6 +10,7 @@ import attrs
 
 DEVICES = ("auto", "cpu", "cuda")
 DTYPES = ("auto", "float32", "bfloat16", "float16")
+KV_DTYPES = ("auto", "float32", "bfloat16")
 COMPUTES = ("auto", "native", "torch")
 
 
@@ -27,6 +28,7 @@ class EngineConfig:
 
     ``model``: a folder, a .gguf file or a hub id; ``None`` is the small model that is installed beside the engine.
     ``compute``: whose kernels; ``auto`` is native on a CPU with a C++ compiler, else torch. The two give different bytes.
+    ``kv_dtype``: of keys and values in the pool; ``auto`` is what is computed in, bfloat16 halves the pool on native kernels.
     ``watermark``: blocks that admission leaves free for the growth of running requests (rule 8); ``None`` is 1 % of the pool.
     ``enable_prefix_caching``: requests take over the full KV blocks of an equal beginning (rule 11); it changes no answer.
     ``capture_rows`` x ``capture_widths`` (rows x blocks) are the recorded shapes; ``None`` covers every decode step.
@@ -40,6 +42,7 @@ class EngineConfig:
     compute: str = "auto"
     block_size: int = 16
     num_kv_blocks: int | None = None
+    kv_dtype: str = "auto"
     max_num_seqs: int = 16
     max_num_batched_tokens: int = 512
     max_model_len: int | None = None
@@ -66,6 +69,8 @@ class EngineConfig:
             "num_kv_blocks": (1, 2**24),
             "max_num_seqs": (1, 1024),
             "max_num_batched_tokens": (1, 2**20),
+        if self.kv_dtype not in KV_DTYPES:
+            raise ConfigError("kv_dtype", f"kv_dtype is {self.kv_dtype!r}, but must be one of {', '.join(KV_DTYPES)}")
             "max_model_len": (1, 2**24),
             "watermark": (0, 2**24),
             "max_waiting": (1, 2**20),

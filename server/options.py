@@ -47,6 +47,10 @@ class Options:
     compute: Annotated[
         str, _flag(_MODEL, "auto, native or torch kernels; native ones are built once by the system's C++ compiler.")
     ] = "auto"
+    kv_dtype: Annotated[
+        str,
+        _flag(_MODEL, "auto, float32 or bfloat16: of the KV cache; bfloat16 takes half the room (native kernels)."),
+    ] = "auto"
     threads: Annotated[int | None, _flag(_MODEL, "CPU threads of the kernels; by default one per core.")] = None
     weights_cache: Annotated[
         str,

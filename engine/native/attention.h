@@ -15,6 +15,7 @@
 #include "product.h"
 
 constexpr int64_t TILE = 64;
+constexpr int64_t MAX_DIM = 256;  // of a head; kernels.py refuses more
 constexpr int64_t UNIT_ROWS = 64;  // query rows of a unit, about: the keys of a tile are transposed once for all of them
 
 struct Attention {
@@ -96,58 +97,62 @@ INLINE float element(const Attention& a, const uint8_t* row, int64_t i) {
     return bits_to_float(uint32_t(reinterpret_cast<const uint16_t*>(row)[i]) << 16);
 }
 
+// Sixteen numbers of a row of the pool, from number i on; exact.
+template <bool HALF>
+INLINE V16 numbers(const uint8_t* row, int64_t i) {
+    return HALF ? from_bf16(row + 2 * i) : load16(reinterpret_cast<const float*>(row) + i);
+}
+
+// Sixteen numbers of each of sixteen rows turned around.
+template <bool HALF>
+INLINE void transpose16(const uint8_t* const* rows, int64_t i, float* out) {
 #if LANES_AVX512
-// Sixteen rows of sixteen floats turned around.
-INLINE void transpose16(const float* const* rows, float* out) {
     __m512 a[16], b[16];
-    for (int i = 0; i < 16; ++i) a[i] = _mm512_loadu_ps(rows[i]);
-    for (int i = 0; i < 16; i += 2) {
-        b[i] = _mm512_unpacklo_ps(a[i], a[i + 1]);
-        b[i + 1] = _mm512_unpackhi_ps(a[i], a[i + 1]);
+    for (int r = 0; r < 16; ++r) a[r] = numbers<HALF>(rows[r], i).v;
+    for (int r = 0; r < 16; r += 2) {
+        b[r] = _mm512_unpacklo_ps(a[r], a[r + 1]);
+        b[r + 1] = _mm512_unpackhi_ps(a[r], a[r + 1]);
     }
-    for (int i = 0; i < 16; i += 4)
+    for (int r = 0; r < 16; r += 4)
         for (int j = 0; j < 2; ++j) {
-            a[i + 2 * j] = _mm512_castpd_ps(_mm512_unpacklo_pd(_mm512_castps_pd(b[i + j]), _mm512_castps_pd(b[i + 2 + j])));
-            a[i + 2 * j + 1] =
-                _mm512_castpd_ps(_mm512_unpackhi_pd(_mm512_castps_pd(b[i + j]), _mm512_castps_pd(b[i + 2 + j])));
+            a[r + 2 * j] = _mm512_castpd_ps(_mm512_unpacklo_pd(_mm512_castps_pd(b[r + j]), _mm512_castps_pd(b[r + 2 + j])));
+            a[r + 2 * j + 1] =
+                _mm512_castpd_ps(_mm512_unpackhi_pd(_mm512_castps_pd(b[r + j]), _mm512_castps_pd(b[r + 2 + j])));
         }
-    for (int i = 0; i < 4; ++i) {
-        b[i] = _mm512_shuffle_f32x4(a[i], a[i + 4], 0x88);
-        b[i + 4] = _mm512_shuffle_f32x4(a[i], a[i + 4], 0xdd);
-        b[i + 8] = _mm512_shuffle_f32x4(a[i + 8], a[i + 12], 0x88);
-        b[i + 12] = _mm512_shuffle_f32x4(a[i + 8], a[i + 12], 0xdd);
+    for (int r = 0; r < 4; ++r) {
+        b[r] = _mm512_shuffle_f32x4(a[r], a[r + 4], 0x88);
+        b[r + 4] = _mm512_shuffle_f32x4(a[r], a[r + 4], 0xdd);
+        b[r + 8] = _mm512_shuffle_f32x4(a[r + 8], a[r + 12], 0x88);
+        b[r + 12] = _mm512_shuffle_f32x4(a[r + 8], a[r + 12], 0xdd);
     }
-    for (int i = 0; i < 4; ++i) {
-        _mm512_storeu_ps(out + i * LANES, _mm512_shuffle_f32x4(b[i], b[i + 8], 0x88));
-        _mm512_storeu_ps(out + (i + 4) * LANES, _mm512_shuffle_f32x4(b[i + 4], b[i + 12], 0x88));
-        _mm512_storeu_ps(out + (i + 8) * LANES, _mm512_shuffle_f32x4(b[i], b[i + 8], 0xdd));
-        _mm512_storeu_ps(out + (i + 12) * LANES, _mm512_shuffle_f32x4(b[i + 4], b[i + 12], 0xdd));
+    for (int r = 0; r < 4; ++r) {
+        _mm512_storeu_ps(out + r * LANES, _mm512_shuffle_f32x4(b[r], b[r + 8], 0x88));
+        _mm512_storeu_ps(out + (r + 4) * LANES, _mm512_shuffle_f32x4(b[r + 4], b[r + 12], 0x88));
+        _mm512_storeu_ps(out + (r + 8) * LANES, _mm512_shuffle_f32x4(b[r], b[r + 8], 0xdd));
+        _mm512_storeu_ps(out + (r + 12) * LANES, _mm512_shuffle_f32x4(b[r + 4], b[r + 12], 0xdd));
     }
-}
 #else
-INLINE void transpose16(const float* const* rows, float* out) {
-    for (int i = 0; i < LANES; ++i)
-        for (int j = 0; j < LANES; ++j) out[i * LANES + j] = rows[j][i];
-}
+    float lanes[LANES];
+    for (int r = 0; r < LANES; ++r) {
+        store16(lanes, numbers<HALF>(rows[r], i));
+        for (int j = 0; j < LANES; ++j) out[j * LANES + r] = lanes[j];
+    }
 #endif
+}
 
 // Keys low .. high - 1 of a tile as panels [4][dim][16]; lanes beside them are zero.
+template <bool HALF>
 INLINE void pack_keys(const Attention& a, const TileRows& rows, int64_t low, int64_t high, float* out) {
+    alignas(64) static const uint8_t nothing[MAX_DIM * 4] = {};
     for (int64_t panel = low / LANES; panel * LANES < high; ++panel) {
+        const uint8_t* keys[LANES];
         float* place = out + panel * a.dim * LANES;
-        const int64_t first = panel * LANES;
-        const bool whole = first >= low && first + LANES <= high && !a.bf16;
+        for (int64_t lane = 0, j = panel * LANES; lane < LANES; ++lane, ++j)
+            keys[lane] = j >= low && j < high ? rows.key[j] : nothing;
         int64_t i = 0;
-        for (; whole && i + LANES <= a.dim; i += LANES) {
-            const float* parts[LANES];
-            for (int lane = 0; lane < LANES; ++lane) parts[lane] = reinterpret_cast<const float*>(rows.key[first + lane]) + i;
-            transpose16(parts, place + i * LANES);
-        }
-        for (int64_t lane = 0; lane < LANES; ++lane) {
-            const bool known = first + lane >= low && first + lane < high;
-            for (int64_t d = i; d < a.dim; ++d)
-                place[d * LANES + lane] = known ? element(a, rows.key[first + lane], d) : 0.0f;
-        }
+        for (; i + LANES <= a.dim; i += LANES) transpose16<HALF>(keys, i, place + i * LANES);
+        for (; i < a.dim; ++i)
+            for (int64_t lane = 0; lane < LANES; ++lane) place[i * LANES + lane] = element(a, keys[lane], i);
     }
 }
 
@@ -156,7 +161,9 @@ INLINE void copy_values(const Attention& a, TileRows& rows, int64_t low, int64_t
     if (!a.bf16 && a.dim % LANES == 0) return;
     for (int64_t j = low; j < high; ++j) {
         float* place = u.values + j * u.width;
-        for (int64_t d = 0; d < u.width; ++d) place[d] = d < a.dim ? element(a, rows.value[j], d) : 0.0f;
+        int64_t d = 0;
+        for (; a.bf16 && d + LANES <= a.dim; d += LANES) store16(place + d, from_bf16(rows.value[j] + 2 * d));
+        for (; d < u.width; ++d) place[d] = d < a.dim ? element(a, rows.value[j], d) : 0.0f;
         rows.value[j] = reinterpret_cast<const uint8_t*>(place);
     }
 }
@@ -286,7 +293,10 @@ INLINE void attend_tile(const Attention& a, const QueryRows& u, const int64_t* t
         if (u.tokens == 1) prefetch_rows(a, later, next_low, next_high);
     }
     if (high <= low) return;
-    pack_keys(a, rows, low, high, u.keys);
+    if (a.bf16)
+        pack_keys<true>(a, rows, low, high, u.keys);
+    else
+        pack_keys<false>(a, rows, low, high, u.keys);
     copy_values(a, rows, low, high, u);
     const int64_t left = low / LANES * LANES, right = (high + LANES - 1) / LANES * LANES;
     multiply_all(u.rows, u.q, a.dim, u.keys + left * a.dim, a.dim * LANES, LANES, a.dim, u.scores + left, TILE, right - left,

@@ -49,14 +49,16 @@ class _Buffers:
 
 
 class NativeNetwork:
-    """Steps over one cache and one arena; ``threads`` may be shared by several networks."""
+    """Steps over one cache and one arena; ``threads`` may be shared by several networks. ``kv_dtype``: fp32 or bf16."""
 
-    def __init__(self, weights: NativeWeights, sizes: Sizes, threads: Pool) -> None:
+    def __init__(
+        self, weights: NativeWeights, sizes: Sizes, threads: Pool, kv_dtype: torch.dtype = torch.float32
+    ) -> None:
         config = self._config = weights.config
         self._weights, self._kernels = weights, Kernels(threads)
         self.vocab_size = config.vocab_size
         self.device = torch.device("cpu")
-        self.pool = KVPool(config, sizes.num_blocks, sizes.block_size, self.device, torch.float32)
+        self.pool = KVPool(config, sizes.num_blocks, sizes.block_size, self.device, kv_dtype)
         self.graphs = NativeGraphs()
         blocks = self.pool.layers[0].shape[1]
         self._heads = HeadLayout(config.num_heads, config.num_kv_heads, config.head_dim, sizes.block_size, blocks)

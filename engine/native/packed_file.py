@@ -92,7 +92,7 @@ class FileTensors:
             # Copy on write, since torch has no read-only memory; nothing writes, so pages stay shared with the cache.
             self._memory = torch.frombuffer(mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_COPY), dtype=torch.uint8)
         self._library = library
-        self._entries = {name: entry for name, entry in _index(self._memory, size, key)}
+        self._entries = dict(_index(self._memory, size, key))
         for name, entry in self._entries.items():
             self._check(name, entry, size)
 

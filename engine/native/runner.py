@@ -5,6 +5,8 @@ from __future__ import annotations
 import functools
 import os
 
+import torch
+
 from engine.compute.runner import PlanRunner
 from engine.control.limits import Limits
 from engine.loading.model import LoadedModel
@@ -29,7 +31,8 @@ class NativeRunner(PlanRunner):
     """``threads`` computes on that many threads (by default one for each core that this process may use).
 
     ``weights`` lets several runners of one model share what ``load_native`` made, ``pool`` their threads; ``cache`` keeps
-    packed weights for later starts. Raises ``BuildError`` without a working compiler and ``LoadError`` for a bad tensor.
+    packed weights for later starts; ``kv_dtype``: fp32 or bf16. Raises ``BuildError`` without a working compiler and
+    ``LoadError`` for a bad tensor.
     """
 
     def __init__(
@@ -42,17 +45,20 @@ class NativeRunner(PlanRunner):
         weights: NativeWeights | None = None,
         pool: Pool | None = None,
         cache: WeightsCache | None = None,
+        kv_dtype: torch.dtype = torch.float32,
     ) -> None:
         self.weights = loaded = load_native(model, library(), progress, cache) if weights is None else weights
         self.threads = shared = loaded.library.pool(threads or cores()) if pool is None else pool
-        super().__init__(limits, lambda sizes: NativeNetwork(loaded, sizes, shared))
+        self._kv_dtype = kv_dtype
+        super().__init__(limits, lambda sizes: NativeNetwork(loaded, sizes, shared, kv_dtype))
 
     @property
     def compute(self) -> str:
         """Name of the compute path, for people: what the bytes of an answer depend on."""
         bits = self.weights.library.vector_bits
         vectors = f"{bits}-bit vectors" if bits else "vectors by the compiler"
-        return f"native kernels, {vectors}"
+        keys = ", K/V in bf16" if self._kv_dtype == torch.bfloat16 else ""
+        return f"native kernels, {vectors}{keys}"
 
     @property
     def probe_summary(self) -> str:

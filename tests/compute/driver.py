@@ -47,11 +47,14 @@ def native_threads(kernels: Library, count: int) -> Pool:
     return kernels.pool(count)
 
 
-def runner_for(weights: Weights | NativeWeights, limits: Limits, threads: int = 1) -> Any:
-    """``threads`` is for native kernels; torch's are set once per process."""
+def runner_for(
+    weights: Weights | NativeWeights, limits: Limits, threads: int = 1, kv_dtype: torch.dtype = torch.float32
+) -> Any:
+    """``threads`` and ``kv_dtype`` are for native kernels; torch's threads are set once per process."""
     model = synthetic_model()  # not read: the weights are given
     if isinstance(weights, NativeWeights):
-        return NativeRunner(model, limits, weights=weights, pool=native_threads(weights.library, threads))
+        pool = native_threads(weights.library, threads)
+        return NativeRunner(model, limits, weights=weights, pool=pool, kv_dtype=kv_dtype)
     return ModelRunner(model, limits, weights=weights)
 
 
@@ -98,6 +101,7 @@ class Driver:
         order: Sequence[int] | None = None,
         poison: float | None = None,
         threads: int = 2,
+        kv_dtype: torch.dtype = torch.float32,
     ) -> None:
         limits = Limits(
             num_blocks=num_blocks,
@@ -108,7 +112,7 @@ class Driver:
             vocab_size=weights.config.vocab_size,
             captures=captures,
         )
-        self.runner = runner_for(weights, limits, threads)
+        self.runner = runner_for(weights, limits, threads, kv_dtype)
         self.spy = Spy()
         self.runner.sampler = self.spy  # type: ignore[assignment]
         if poison is not None:
