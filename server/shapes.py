@@ -203,7 +203,7 @@ class ChatShape(_OpenAIShape):
         for delta in deltas:
             self._count(delta)
             choice = self._choice(delta)
-            choice["message"] = {"role": "assistant", "content": delta.text, "refusal": None}
+            choice["message"] = {"role": "assistant", "content": delta.text, "refusal": None, "annotations": []}
             if self.wish.token_ids:
                 choice["prompt_token_ids"] = self._prompt_ids(delta.index)
             choices.append(choice)

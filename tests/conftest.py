@@ -2,7 +2,7 @@
 
 Every run closes with the list of skipped tests and of deselected slow ones. With CI=true a skip for any reason but a
 missing GPU makes the run fail: what CI does not run, nobody runs. Works with and without xdist: each worker
-sends home what it left out when it ends.
+sends home what it left out when it ends. Before that come the lines that tests tell about their run.
 """
 
 from __future__ import annotations
@@ -68,6 +68,23 @@ class NotRun:
                 terminalreporter.line(f"{test}: {reason}")
 
 
+class Told:
+    """Prints at the end what tests say about their run by ``record_property("told", line)``: counts of calls, rates."""
+
+    def __init__(self) -> None:
+        self.lines: list[str] = []
+
+    def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
+        if report.when == "teardown":  # once a test, with xdist also
+            self.lines += [str(value) for name, value in report.user_properties if name == "told"]
+
+    def pytest_terminal_summary(self, terminalreporter: pytest.TerminalReporter) -> None:
+        if self.lines:
+            terminalreporter.section("told by the tests")
+            for line in sorted(self.lines):
+                terminalreporter.line(line)
+
+
 def in_ci() -> bool:
     """CI sets CI=true; on a developer's machine a skip is only listed."""
     return os.environ.get("CI", "").lower() in {"1", "true"}
@@ -81,6 +98,7 @@ def _reason(report: pytest.TestReport | pytest.CollectReport) -> str:
 
 def pytest_configure(config: pytest.Config) -> None:
     config.pluginmanager.register(NotRun(), "what-did-not-run")
+    config.pluginmanager.register(Told(), "told-by-tests")
     # Hypothesis's default allows an example 200 ms; on a machine that is busy with other tests that judges the machine.
     if settings.default is not None and settings.default.deadline is not None:
         settings.register_profile("unhurried", settings.default, deadline=None)

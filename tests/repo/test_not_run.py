@@ -79,3 +79,13 @@ def test_a_failure_stays_a_failure(run: pytest.Pytester, monkeypatch: pytest.Mon
     monkeypatch.setenv("CI", "true")
     run.makepyfile("def test_it(): assert False")
     assert run.runpytest_subprocess().ret == 1
+
+
+@pytest.mark.parametrize("workers", [[], ["-p", "xdist", "-n1"]], ids=["one process", "xdist"])
+def test_what_a_test_tells_is_printed_once(run: pytest.Pytester, workers: list[str]) -> None:
+    run.makepyfile(
+        "def test_a(record_property):\n    record_property('told', '7 calls')\n    record_property('x', 'no')"
+    )
+    result = run.runpytest_subprocess(*workers)
+    assert result.outlines.count("7 calls") == 1
+    assert "no" not in result.outlines
