@@ -17,8 +17,9 @@ import torch
 from torch import Tensor
 
 from engine.compute.graphs import Do, Graphs, Shape, Step
-from engine.compute.network import MakeNetwork, Network, Pool, Sizes, Span, Tokens
+from engine.compute.network import MakeNetwork, Network, Pool, Sizes, Span, Tokens, draw_of
 from engine.compute.runner import PlanRunner
+from engine.compute.sampler import Draw
 from engine.control.plan import Plan, Sampled
 from engine.control.record import StepRecord
 from engine.trace import Shape as WorkloadShape
@@ -73,6 +74,10 @@ class Tripwire:
     @property
     def pool(self) -> Pool:
         return self.inner.pool
+
+    @property
+    def draw(self) -> Draw | None:
+        return draw_of(self.inner)
 
     def trip(self, part: str) -> None:
         if self.armed == part:

@@ -11,7 +11,7 @@ in which two networks may differ.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Protocol
+from typing import Protocol, runtime_checkable
 
 import attrs
 import numpy as np
@@ -20,6 +20,7 @@ import torch
 from torch import Tensor
 
 from engine.compute.graphs import Do, Graphs
+from engine.compute.sampler import Draw
 
 
 @attrs.frozen(eq=False)
@@ -100,6 +101,19 @@ class Network(Protocol):
         """Runs of positions of several requests at once. ``sampling`` int64 [m] are the tokens whose logits are wanted;
         returns the buffer of logits [m, vocab], or ``None`` when none are."""
         ...
+
+
+@runtime_checkable
+class Draws(Protocol):
+    """A network that may draw tokens itself, where its logits are."""
+
+    @property
+    def draw(self) -> Draw | None: ...
+
+
+def draw_of(network: Network) -> Draw | None:
+    """How ``network`` draws tokens; None where it leaves that to the sampler."""
+    return network.draw if isinstance(network, Draws) else None
 
 
 MakeNetwork = Callable[[Sizes], Network]

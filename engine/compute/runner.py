@@ -25,7 +25,7 @@ from torch import Tensor
 from engine.compute.graphs import eagerly
 from engine.compute.inputs import StaticInputs, as_rows
 from engine.compute.kv import kv_bytes_per_block
-from engine.compute.network import MakeNetwork, Sizes, Span, Tokens
+from engine.compute.network import MakeNetwork, Sizes, Span, Tokens, draw_of
 from engine.compute.row_state import RowState, RowView
 from engine.compute.sampler import Sampler
 from engine.compute.transformer import Transformer
@@ -53,7 +53,7 @@ class PlanRunner:
         self._device = self.network.device
         self.inputs = StaticInputs(sizes.rows, sizes.width, self.pool, self._device)
         self.rows = RowState(limits.max_num_seqs, sizes.width, self.pool.trash_block)
-        self.sampler = Sampler(limits.max_num_seqs, self.network.vocab_size, self._device)
+        self.sampler = Sampler(limits.max_num_seqs, self.network.vocab_size, self._device, draw=draw_of(self.network))
         self._graphs = self.network.graphs
         self.recorded = 0  # graphs; while serving, none is added
         self.sample_seconds = 0.0  # all time of the sampler; on CUDA it includes waiting for the logits

@@ -3,9 +3,11 @@
 Order for one row: the raw logits give digest and logprobs; then the min_tokens mask, logit bias, repetition penalty,
 frequency and presence penalty; then argmax when greedy, else temperature, top-k, top-p, min-p and Gumbel-max.
 
-The common case, every row plainly greedy, is one argmax where the logits are. All other rows go to the host in one
-copy and are worked there one by one, on as many threads as given: a row fits into the processor's cache, rows share no
-arithmetic, and a GPU's answers differ from the CPU's only by its logits.
+Native kernels, where the network has them, draw all rows in one call (``Draw``); numpy then only changes logits before, on
+copies, and reports after. Without them the common case, every row plainly greedy, is one argmax where the logits are. All
+other rows go to the host in one copy and are worked there one by one, on as many threads as given: a row fits into the
+processor's cache, rows share no arithmetic, and a GPU's answers differ from the CPU's only by its logits. Both ways give the
+same token for the same logits, to the bit (tests/native/test_native_sampling.py).
 """
 
 from __future__ import annotations
@@ -13,6 +15,7 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from typing import Protocol
 
 import numpy as np
 import numpy.typing as npt
@@ -26,14 +29,31 @@ from engine.control.plan import Logprobs, Move, Sampled, Seat
 _WORTH_A_THREAD = 2**17  # logits; below it handing rows to threads costs more than it saves
 
 
+class Draw(Protocol):
+    """Draws a token from each row of ``logits`` [n, vocab] fp32: what ``choose`` would, or argmax where a row is greedy."""
+
+    def __call__(self, logits: torch.Tensor, wishes: Sequence[bytes], positions: Sequence[int]) -> list[int]:
+        """``wishes[i]`` is ``RowState.wish`` of row i, ``positions[i]`` the index that its new token will occupy."""
+        ...
+
+
 class Sampler:
     """Sampling state of ``rows`` cache rows over a vocabulary of ``vocab_size`` ids; ``device`` is the logits'.
 
-    ``threads`` share the rows that are not plainly greedy; their number changes no answer.
+    ``threads`` share the rows that are not plainly greedy, ``draw`` takes all rows instead; neither changes an answer.
     """
 
-    def __init__(self, rows: int, vocab_size: int, device: str | torch.device = "cpu", *, threads: int = 1) -> None:
+    def __init__(
+        self,
+        rows: int,
+        vocab_size: int,
+        device: str | torch.device = "cpu",
+        *,
+        threads: int = 1,
+        draw: Draw | None = None,
+    ) -> None:
         self._vocab_size = vocab_size
+        self._draw = draw
         self._pool = ThreadPoolExecutor(threads, "sampler") if threads > 1 else None
         self._states: list[RowState | None] = [None] * rows
         self._counters = counters(vocab_size)
@@ -92,6 +112,8 @@ class Sampler:
         if logits.dtype != torch.float32:
             raise ValueError(f"logits are {logits.dtype}, but must be torch.float32")
         states = [self._state(row) for row in rows]
+        if self._draw is not None:
+            return self._draw_rows(self._draw, logits, states, positions)
         sampled = [Sampled(token) for token in argmax(logits)]
         special = [i for i, state in enumerate(states) if not state.plain]
         host = self._to_host(logits, special)
@@ -104,6 +126,25 @@ class Sampler:
         results: Iterable[Sampled] = (pool.map if pool else map)(work, range(len(special)))
         for i, result in zip(special, list(results), strict=True):
             sampled[i] = result
+        return sampled
+
+    def _draw_rows(
+        self, draw: Draw, logits: torch.Tensor, states: Sequence[RowState], positions: Sequence[int]
+    ) -> list[Sampled]:
+        """All rows where their logits are; those whose logits are changed once more, from copies."""
+        tokens = draw(logits, [state.wish for state in states], positions)
+        special = [i for i, state in enumerate(states) if not state.bare]
+        adjusted = [i for i in special if states[i].adjusts(positions[i])]
+        if adjusted:
+            copies = logits[adjusted]
+            for i, copy in zip(adjusted, copies.numpy(), strict=True):
+                states[i].adjust(copy, positions[i])
+            redrawn = draw(copies, [states[i].wish for i in adjusted], [positions[i] for i in adjusted])
+            for i, token in zip(adjusted, redrawn, strict=True):
+                tokens[i] = token
+        sampled = [Sampled(token) for token in tokens]
+        for i in special:
+            sampled[i] = self._note(logits[i].numpy(), states[i], tokens[i])
         return sampled
 
     def _state(self, row: int) -> RowState:
@@ -133,6 +174,11 @@ class Sampler:
             token = choose(logits, params, stream_key(state.seed, position), self._counters)
         elif logits is not raw:
             token = int(logits.argmax())
+        return self._note(raw, state, token)
+
+    def _note(self, raw: F32, state: RowState, token: int) -> Sampled:
+        """Takes note of a row's new token and reports what its request wants to know of the ``raw`` logits [vocab]."""
+        params = state.params
         state.append(token)
         return Sampled(
             token=token,

@@ -6,17 +6,20 @@ preemption is the same as one that was never preempted.
 
 from __future__ import annotations
 
+import struct
 from collections.abc import Sequence
 
 import numpy as np
 import numpy.typing as npt
 
+from engine.compute.sampling_noise import MASK
 from engine.control.plan import Logprobs, Seat
 from engine.request import SamplingParams, SamplingSpec
 
 F32 = npt.NDArray[np.float32]
 I64 = npt.NDArray[np.int64]
 
+_WISH = "<Qdddq"  # seed, temperature, top_p, min_p, top_k: the front of Wish in engine/native/sampling.h
 _FLOAT_MAX = np.finfo(np.float32).max
 
 
@@ -66,7 +69,8 @@ class Penalties:
 
 
 class RowState:
-    """One request's sampling state. ``plain`` rows are greedy, adjust nothing and report nothing: argmax is all."""
+    """One request's sampling state. ``bare`` rows adjust nothing and report nothing; ``plain`` ones are greedy as well, so
+    argmax is all. ``wish`` tells a native kernel how the row is drawn."""
 
     def __init__(self, seat: Seat, vocab_size: int) -> None:
         spec = seat.sampling
@@ -87,7 +91,9 @@ class RowState:
         self._prompt: tuple[int, ...] | None = seat.tokens if asked else None
         self._prompt_reports: list[Logprobs] = []
         reports = params.logprobs is not None or params.logits_digest or asked
-        self.plain = params.greedy and not reports and not self.adjusts(seat.prompt_len)
+        self.bare = not reports and not self.adjusts(seat.prompt_len)
+        self.plain = params.greedy and self.bare
+        self.wish = struct.pack(_WISH, self.seed & MASK, params.temperature, params.top_p, params.min_p, params.top_k)
 
     def adjusts(self, position: int) -> bool:
         """Whether the token at ``position`` is drawn from logits that differ from the model's."""

@@ -18,7 +18,7 @@ import time
 from collections.abc import Sequence
 from pathlib import Path
 
-SOURCES = ("kernels.cpp", "attention.h", "product.h", "pool.h", "simd.h", "checksum.h")
+SOURCES = ("kernels.cpp", "attention.h", "product.h", "pool.h", "simd.h", "checksum.h", "sampling.h")
 COMPILERS = ("c++", "g++", "clang++")
 FLAGS = ("-std=c++17", "-O3", "-ffp-contract=off", "-fPIC", "-shared", "-pthread")
 TARGET = ("-march=native",)

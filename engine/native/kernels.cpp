@@ -7,12 +7,13 @@
 #include "pool.h"
 #include "product.h"
 #include "attention.h"
+#include "sampling.h"
 #include "checksum.h"
 
 namespace {
 
 enum Type : int64_t { TYPE_F32, TYPE_BF16, TYPE_F16, TYPE_Q8_0, TYPE_Q4_0, TYPE_Q4_1 };
-enum Kind : int64_t { EMBED, NORM, LINEAR, ROTATE, ATTEND, SILU_MUL };
+enum Kind : int64_t { EMBED, NORM, LINEAR, ROTATE, ATTEND, SILU_MUL, HEAD, DRAW };
 
 constexpr int64_t WORDS = 32;
 constexpr int64_t SMALL = 1 << 14;  // multiply-adds or moved numbers below which nobody is woken
@@ -133,6 +134,23 @@ void linear(const void* job, int64_t unit, Scratch& scratch) {
         case TYPE_Q4_0: return linear_tile<Q4_0>(a.linear, first, per, room);
         case TYPE_Q4_1: return linear_tile<Q4_1>(a.linear, first, per, room);
     }
+}
+
+// The head: a linear layer that leaves the largest of each panel beside its logits, while they are in the first-level cache.
+struct Head {
+    LinearJob job;
+    float* peaks;  // [rows][panels]
+};
+
+void head(const void* job, int64_t unit, Scratch& scratch) {
+    const Head& a = *static_cast<const Head*>(job);
+    const Linear& b = a.job.linear;
+    linear(&a.job, unit, scratch);
+    const int64_t panels = (b.n + LANES - 1) / LANES, per = panels_per_unit(b), first = unit * per;
+    const int64_t end = first + per < panels ? first + per : panels;
+    for (int64_t r = 0; r < b.rows; ++r)
+        for (int64_t panel = first; panel < end; ++panel)
+            a.peaks[r * panels + panel] = peak_of(b.out + r * b.ldo + panel * LANES, b.n - panel * LANES);
 }
 
 // After the product of q, k and v: norms of heads, rotation, K/V write ------------------------------------------------
@@ -259,6 +277,15 @@ void run_one(Pool& pool, const Record& record) {
         case SILU_MUL: {
             const auto& a = arguments<SiluMul>(record);
             return pool.run(silu_mul, &a, a.rows, a.rows * a.n < SMALL);
+        }
+        case HEAD: {
+            const auto& a = arguments<Head>(record);
+            const Linear& b = a.job.linear;
+            return pool.run(head, &a, linear_units(b), b.rows * b.n * b.k < SMALL);
+        }
+        case DRAW: {
+            const auto& a = arguments<Draw>(record);
+            return pool.run(draw, &a, a.rows, heavy(a) * a.vocab < 2 * SMALL);
         }
     }
 }

@@ -22,6 +22,8 @@ WORDS = 32
 RECORD = WORDS * 8
 LANES = 16  # outputs of a panel
 MAX_HEAD_DIM = 256
+WISH = 48  # bytes that say how a row is drawn: seed, temperature, top_p, min_p, top_k, position
+NUM_WEIGHTS = 2586  # of the table that sampling.h reads
 MAX_COUNT = 2**31  # rows, columns, positions: products of two stay far below 2**63
 
 
@@ -81,6 +83,8 @@ class Kernels:
         self.rotate = Kernel("rotate", _rotate, pool)
         self.attend = Kernel("attend", _attend, pool)
         self.silu_mul = Kernel("silu_mul", _silu_mul, pool)
+        self.head = Kernel("head", _head, pool)
+        self.draw = Kernel("draw", _draw, pool)
 
 
 # Records: the order of words is that of the structs in kernels.cpp and attention.h ----------------------------------
@@ -123,13 +127,18 @@ def _norm(weight: Tensor, eps: float, x: Tensor, delta: Tensor | None, chosen: T
 
 def _linear(weight: Packed, bias: Tensor | None, x: Tensor, out: Tensor) -> bytes:
     """out [n, weight.n] = x [n, weight.k] times the weight's rows, plus bias; rows of x and out may lie apart."""
+    return _record(2, _LINEAR, *_linear_words(weight, bias, x, out))
+
+
+_LINEAR = "QqqQqqQQqq"
+
+
+def _linear_words(weight: Packed, bias: Tensor | None, x: Tensor, out: Tensor) -> tuple[int, ...]:
     rows = _matrix("x", x, (None, weight.k))
     _matrix("out", out, (rows, weight.n))
     if bias is not None and _vector("bias", bias, torch.float32) != weight.n:
         raise BadCall(f"bias has {len(bias)} numbers, but the weight {weight.n} rows")
-    return _record(
-        2,
-        "QqqQqqQQqq",
+    return (
         x.data_ptr(),
         x.stride(0),
         rows,
@@ -242,6 +251,36 @@ def _silu_mul(gate_up: Tensor, out: Tensor) -> bytes:
     rows = _matrix("out", out, (None, None), dense=True)
     _matrix("gate_up", gate_up, (rows, 2 * out.shape[1]), dense=True)
     return _record(5, "QQqq", gate_up.data_ptr(), out.data_ptr(), rows, out.shape[1])
+
+
+def _head(weight: Packed, x: Tensor, out: Tensor, peaks: Tensor) -> bytes:
+    """A linear layer without bias; ``peaks`` [n, panels] are the largest of each 16 columns of ``out``, NaN where one of
+    them is not finite."""
+    words = _linear_words(weight, None, x, out)
+    _matrix("peaks", peaks, (len(out), panels_of(weight.n)), dense=True)
+    return _record(6, _LINEAR + "Q", *words, peaks.data_ptr())
+
+
+def _draw(logits: Tensor, peaks: Tensor | None, wishes: Tensor, weights: Tensor, tokens: Tensor) -> bytes:
+    """tokens [n] = what ``wishes`` uint8 [n, WISH] draw from ``logits`` [n, vocab] (engine/native/sampling.h).
+
+    ``peaks`` are the head's, of these very logits; ``weights`` float64 is ``sampling_choice.WEIGHTS``.
+    """
+    rows = _matrix("logits", logits, (None, None))
+    vocab = logits.shape[1]
+    if peaks is not None:
+        _matrix("peaks", peaks, (rows, panels_of(vocab)), dense=True)
+    _matrix("wishes", wishes, (rows, WISH), dtype=torch.uint8, dense=True)
+    if _vector("weights", weights, torch.float64) != NUM_WEIGHTS:
+        raise BadCall(f"weights has {len(weights)} entries, but must have {NUM_WEIGHTS}")
+    if _vector("tokens", tokens, torch.int64) != rows:
+        raise BadCall(f"tokens has {len(tokens)} entries, but logits {rows} rows")
+    addresses = (peaks, wishes, weights, tokens)
+    return _record(7, "QqqqQQQQ", logits.data_ptr(), logits.stride(0), rows, vocab, *map(_address, addresses))
+
+
+def panels_of(n: int) -> int:
+    return -(-n // LANES)
 
 
 def _split(

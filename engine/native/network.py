@@ -25,7 +25,8 @@ from engine.compute.kv import KVPool
 from engine.compute.network import Sizes, Span, Tokens
 from engine.compute.rope import rope_tables
 from engine.compute.tiles import tiles_for
-from engine.native.kernels import LANES, HeadLayout, Kernels
+from engine.native.draw import NativeDraw
+from engine.native.kernels import LANES, HeadLayout, Kernels, panels_of
 from engine.native.library import Pool
 from engine.native.tape import NativeGraphs, NativeTape
 from engine.native.tensors import Linear
@@ -66,6 +67,9 @@ class NativeNetwork:
         self.arena = Arena(self.device)
         self._measure(sizes)
         self.arena.allocate()
+        self.draw = NativeDraw(
+            self._kernels, sizes.rows, self.vocab_size, self._head_buffers(1, "logits")[1], self._peaks
+        )
 
     def decode(self, do: Do, step: Tokens, tables: Tensor) -> Tensor:
         """One token for each of R requests with block tables [R, W]; returns the buffer of logits [R, vocab]."""
@@ -84,7 +88,12 @@ class NativeNetwork:
             do(self._kernels.attend, self._heads, *where, cache, window, buffers.attended, split)
 
         self._layers(do, step, buffers, attend)
-        return self._logits(do, buffers, None, "logits")
+        rows = len(buffers.hidden)
+        normed, logits = self._head_buffers(rows, "logits")
+        norm = (self._weights.final_norm, self._config.rms_norm_eps, buffers.hidden, buffers.delta, None, normed)
+        do(self._kernels.norm, *norm)
+        do(self._kernels.head, self._weights.head, normed, logits, self._peaks(rows))
+        return logits
 
     def _prefill(self, do: Do, step: Tokens, spans: Sequence[Span], sampling: Tensor | None) -> Tensor | None:
         buffers = self._buffers(len(step.tokens))
@@ -96,7 +105,13 @@ class NativeNetwork:
                 do(self._kernels.attend, self._heads, *rows)
 
         self._layers(do, step, buffers, attend)
-        return None if sampling is None else self._logits(do, buffers, sampling, "prefill logits")
+        if sampling is None:
+            return None
+        normed, logits = self._head_buffers(len(sampling), "prefill logits")
+        norm = (self._weights.final_norm, self._config.rms_norm_eps, buffers.hidden, buffers.delta, sampling, normed)
+        do(self._kernels.norm, *norm)
+        do(self._kernels.linear, self._weights.head, None, normed, logits)
+        return logits
 
     def _is_split(self, rows: int) -> bool:
         threads = self._kernels.pool.threads
@@ -138,14 +153,12 @@ class NativeNetwork:
             columns = out[:, part.column : part.column + part.weight.n]
             do(self._kernels.linear, part.weight, part.bias, x, columns)
 
-    def _logits(self, do: Do, buffers: _Buffers, chosen: Tensor | None, name: str) -> Tensor:
-        rows = len(buffers.hidden) if chosen is None else len(chosen)
-        normed = self.arena.take("head normed", rows, self._config.hidden_size)
-        logits = self.arena.take(name, rows, self._config.vocab_size)
-        norm = (self._weights.final_norm, self._config.rms_norm_eps, buffers.hidden, buffers.delta, chosen, normed)
-        do(self._kernels.norm, *norm)
-        do(self._kernels.linear, self._weights.head, None, normed, logits)
-        return logits
+    def _head_buffers(self, rows: int, name: str) -> tuple[Tensor, Tensor]:
+        take, config = self.arena.take, self._config
+        return take("head normed", rows, config.hidden_size), take(name, rows, config.vocab_size)
+
+    def _peaks(self, rows: int) -> Tensor:
+        return self.arena.take("head peaks", rows, panels_of(self._config.vocab_size))
 
     def _buffers(self, n: int) -> _Buffers:
         config, take = self._config, self.arena.take

@@ -18,7 +18,7 @@ from tests.native.kit import changed_source, kernels, kernels_of, numbers, same_
 ROOT = Path(__file__).parents[2]
 AVX2 = ("-mavx2", "-mfma", "-mf16c")
 SANITIZED = ("-O1", "-g", "-fsanitize=address,undefined", "-fno-sanitize-recover=undefined", "-fno-omit-frame-pointer")
-KERNEL_TESTS = ("linear", "attention", "rows", "refused", "tape")
+KERNEL_TESTS = ("linear", "attention", "rows", "refused", "tape", "sampling")
 
 
 def outputs(of: Library, kind: str) -> list[torch.Tensor]:

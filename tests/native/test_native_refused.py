@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 
+from engine.compute.sampling_choice import WEIGHTS
 from engine.native.kernels import BadCall, HeadLayout, Kernel, Kernels
 from engine.native.library import Packed, Pool
 from engine.native.runner import library
@@ -35,6 +36,10 @@ class Deaf(Pool):
         self.ran += 1
 
 
+def b(*shape: int) -> torch.Tensor:
+    return torch.zeros(shape, dtype=torch.uint8)
+
+
 GOOD: dict[str, Callable[[], list[Any]]] = {
     "embed": lambda: [W, i(3), f(3, 32)],
     "norm": lambda: [f(8), 1e-5, f(3, 8), f(3, 8), None, f(3, 8)],
@@ -42,6 +47,8 @@ GOOD: dict[str, Callable[[], list[Any]]] = {
     "rotate": lambda: [LAYOUT, f(3, 64), (i(3), i(3)), (f(9, 8), f(9, 8)), (f(8), f(8), 1e-5), f(2, 6, 2, 4, 8)],
     "attend": lambda: [LAYOUT, f(3, 64), i(3), i(3, 5), f(2, 6, 2, 4, 8), None, f(3, 32), (f(3, 4, 1, 18), 2)],
     "silu_mul": lambda: [f(3, 16), f(3, 8)],
+    "head": lambda: [W, f(3, 32), f(3, 20), f(3, 2)],
+    "draw": lambda: [f(3, 20), f(3, 2), b(3, 48), torch.from_numpy(WEIGHTS), i(3)],
 }
 
 BAD: list[tuple[str, int, Any, str]] = [
@@ -90,6 +97,21 @@ BAD: list[tuple[str, int, Any, str]] = [
     ("attend", 7, (f(3, 4, 1, 18).to("meta"), 2), "on the CPU"),
     ("silu_mul", 0, f(3, 15), "gate_up has shape"),
     ("silu_mul", 1, f(2, 8), "gate_up has shape"),
+    ("head", 1, f(3, 31), "x has shape"),
+    ("head", 2, f(3, 21), "out has shape"),
+    ("head", 3, f(3, 1), "peaks has shape"),
+    ("head", 3, f(2, 2), "peaks has shape"),
+    ("head", 3, f(3, 4)[:, :2], "peaks has strides"),
+    ("draw", 0, f(3, 40), "peaks has shape"),
+    ("draw", 0, f(2, 20), "peaks has shape"),
+    ("draw", 0, f(3, 40)[:, ::2], "logits has strides"),
+    ("draw", 1, f(3, 1), "peaks has shape"),
+    ("draw", 2, b(2, 48), "wishes has shape"),
+    ("draw", 2, b(3, 40), "wishes has shape"),
+    ("draw", 2, f(3, 48), "wishes is"),
+    ("draw", 3, torch.zeros(2585, dtype=torch.float64), "weights has 2585"),
+    ("draw", 3, f(2586), "weights is"),
+    ("draw", 4, i(2), "tokens has 2"),
 ]
 
 

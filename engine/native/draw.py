@@ -1,0 +1,66 @@
+"""Tokens drawn by native kernels, behind ``sampler.Draw``: all rows of a step in one call, off the interpreter lock.
+
+The head leaves the peaks of a decode step's logits in a buffer of their own. They are used when the logits that come in are
+that very step's; of any other logits (prefill, copies with penalties) the kernel finds the peaks itself, with the same answer.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from engine.compute.sampling_choice import WEIGHTS
+from engine.native.kernels import WISH, BadCall, Kernels
+
+_WORDS = WISH // 8
+
+
+class NativeDraw:
+    """``head`` lies where decode steps put their logits, ``peaks(n)`` is where they put the peaks of n rows."""
+
+    def __init__(
+        self, kernels: Kernels, rows: int, vocab_size: int, head: Tensor, peaks: Callable[[int], Tensor]
+    ) -> None:
+        self._kernel, self._vocab_size = kernels.draw, vocab_size
+        self._head, self._peaks = head.data_ptr(), peaks
+        self._weights = torch.from_numpy(WEIGHTS)
+        self._reserve(rows)
+
+    def __call__(self, logits: Tensor, wishes: Sequence[bytes], positions: Sequence[int]) -> list[int]:
+        """See ``sampler.Draw``. Raises ``BadCall`` for logits that the kernel must not see."""
+        n = len(wishes)
+        if logits.shape != (n, self._vocab_size) or len(positions) != n:
+            raise BadCall(f"logits are {tuple(logits.shape)}, but {n} wishes need {(n, self._vocab_size)}")
+        if n > len(self._words):
+            self._reserve(n)
+        words = self._words[:n]
+        words[:, :-1] = np.frombuffer(b"".join(wishes), dtype=np.int64).reshape(n, _WORDS - 1)
+        words[:, -1] = positions
+        record = self._record(logits, n)
+        self._kernel.pool.run(record.data_ptr(), 1)
+        drawn: list[int] = self._drawn[:n].tolist()
+        if min(drawn) < 0:
+            raise RuntimeError(f"row {drawn.index(min(drawn))} of {n}: the head's peaks are not those of its logits")
+        return drawn
+
+    def _record(self, logits: Tensor, n: int) -> Tensor:
+        """The record of one call. Those of decode steps are kept, since their addresses never change."""
+        of_head = logits.data_ptr() == self._head and logits.stride(0) == self._vocab_size
+        if of_head and n in self._kept:
+            return self._kept[n]
+        peaks = self._peaks(n) if of_head else None
+        record = self._kernel.encode(logits, peaks, self._wishes[:n], self._weights, self._tokens[:n])
+        buffer = torch.frombuffer(bytearray(record), dtype=torch.uint8)
+        if of_head:
+            self._kept[n] = buffer
+        return buffer
+
+    def _reserve(self, rows: int) -> None:
+        self._wishes = torch.zeros(rows, WISH, dtype=torch.uint8)
+        self._words = self._wishes.numpy().view(np.int64)
+        self._tokens = torch.zeros(rows, dtype=torch.int64)
+        self._drawn = self._tokens.numpy()
+        self._kept: dict[int, Tensor] = {}
