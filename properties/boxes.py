@@ -152,7 +152,7 @@ BOXES: Mapping[str, Box] = {
         persistent=(True, False),
     ),
     "prefixes": Box(
-        blocks=(3, 4),
+        blocks=(3, 4, 5),
         block_sizes=(1, 2),
         rows=(2, 3),
         prompts=(1, 2, 4),
