@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import time
 import warnings
+from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
 import torch
 
-from engine.compute.captures import captures_gap, clean_captures, longest_table
-from engine.compute.runner import ModelRunner, kv_bytes_per_block
+from engine.capture_plan import capture_budget, capture_list, describe
+from engine.compute.recording import Recorded, corners, refuse_open_shapes
+from engine.compute.runner import ModelRunner, PlanRunner, kv_bytes_per_block
 from engine.compute.weights import Weights
 from engine.config import ConfigError, EngineConfig
 from engine.control.limits import Limits
@@ -16,7 +20,7 @@ from engine.engine import Engine, Progress
 from engine.loading import load_model
 from engine.loading.model import LoadedModel
 from engine.native.build import BuildError
-from engine.native.runner import NativeRunner, cores, library, native_rows
+from engine.native.runner import NativeRunner, cores, library
 from engine.native.weights import NativeWeights
 from engine.native.weights_cache import WeightsCache, weights_folder
 
@@ -74,14 +78,15 @@ def assemble(
         runner = ModelRunner(
             model, limits, device=device, dtype=dtype, threads=config.threads, progress=progress, weights=shared
         )
-    runner.warm(progress)
+    capture = _record(config, model, limits, runner, device, compute, progress)
     return Engine(
         limits,
         runner,
         eos_token_ids=model.eos_token_ids,
         seed=config.seed,
         model=model,
-        capacity=_capacity(model, limits, runner, device, dtype),
+        capacity=_capacity(model, limits, runner, device, dtype, capture),
+        capture=capture,
     )
 
 
@@ -137,6 +142,8 @@ def resolve_weights_cache(name: str) -> WeightsCache | None:
     if name == "off":
         return None
     return WeightsCache(weights_folder() if name == "auto" else Path(name).expanduser())
+
+
 def resolve_kv_dtype(name: str, dtype: torch.dtype, compute: str) -> torch.dtype:
     """``auto`` is what is computed in. Raises ``ConfigError`` where no kernel reads the type that was asked for."""
     kv_dtype = dtype if name == "auto" else _DTYPES[name]
@@ -146,8 +153,6 @@ def resolve_kv_dtype(name: str, dtype: torch.dtype, compute: str) -> torch.dtype
             "kv_dtype", f"kv_dtype is {name}, but must be {computed} or auto: only native kernels convert it"
         )
     return kv_dtype
-
-
 
 
 def settle(
@@ -166,21 +171,7 @@ def settle(
         raise ConfigError(
             "watermark", f"watermark is {watermark} blocks, but must be below num_kv_blocks = {num_blocks}"
         )
-    whole = (longest_table(_longest(max_model_len, num_blocks, config.block_size), config.block_size),)
-    captures = (
-        ()
-        if config.enforce_eager
-        else clean_captures(
-            # A native tape is small and reads lengths when it runs, so few rows are padded, and one width does.
-            native_rows(config.max_num_seqs)
-            if config.capture_rows is None and compute == "native"
-            else config.capture_rows,
-            whole if config.capture_widths is None and compute == "native" else config.capture_widths,
-            max_num_seqs=config.max_num_seqs,
-            max_model_len=_longest(max_model_len, num_blocks, config.block_size),
-            block_size=config.block_size,
-        )
-    )
+    longest = _longest(max_model_len, num_blocks, config.block_size)
     return Limits(
         num_blocks=num_blocks,
         block_size=config.block_size,
@@ -192,8 +183,28 @@ def settle(
         max_waiting=config.max_waiting,
         persistent_batch=config.persistent_batch,
         prefix_cache=config.enable_prefix_caching,
-        captures=captures,
+        captures=capture_list(config, model, longest=longest, device=device, compute=compute).shapes,
     )
+
+
+def _record(
+    config: EngineConfig,
+    model: LoadedModel,
+    limits: Limits,
+    runner: PlanRunner,
+    device: str,
+    compute: str,
+    progress: Progress | None,
+) -> dict[str, Any]:
+    """Records every shape before anybody may ask; returns what was decided, and what it cost."""
+    longest = _longest(limits.max_model_len, limits.num_blocks, limits.block_size)
+    captures = capture_list(config, model, longest=longest, device=device, compute=compute)
+    with torch.inference_mode():
+        refuse_open_shapes(runner.network, runner.inputs, corners(limits.captures))
+    began = time.perf_counter()
+    runner.warm(progress)
+    recorded = Recorded(runner.recorded, time.perf_counter() - began, runner.network.graphs.nbytes)
+    return describe(captures, recorded, max_num_seqs=limits.max_num_seqs, longest=longest, block_size=limits.block_size)
 
 
 def _longest(max_model_len: int, num_blocks: int, block_size: int) -> int:
@@ -211,7 +222,9 @@ def _blocks_that_suit(
     per_block = kv_bytes_per_block(model.config, config.block_size, kv_dtype)
     one = -(-max_model_len // config.block_size)
     room = int(_free_bytes(device) * FREE_SHARE)
-    if device == "cpu":
+    if device != "cpu":  # where graphs and pool share a memory of their own
+        room -= capture_budget(config, device)
+    else:
         room = min(room, max(CPU_KV_BYTES, one * per_block))
     blocks = min(one * config.max_num_seqs, room // per_block)
     if blocks < one:
@@ -235,7 +248,12 @@ def _free_bytes(device: str) -> int:
 
 
 def _capacity(
-    model: LoadedModel, limits: Limits, runner: ModelRunner | NativeRunner, device: str, dtype: torch.dtype
+    model: LoadedModel,
+    limits: Limits,
+    runner: ModelRunner | NativeRunner,
+    device: str,
+    dtype: torch.dtype,
+    capture: Mapping[str, Any],
 ) -> list[tuple[str, str]]:
     if isinstance(runner, NativeRunner):
         compute, threads, origin = runner.compute, runner.threads.threads, runner.weights.origin
@@ -243,11 +261,11 @@ def _capacity(
         compute, threads, origin = "torch kernels", torch.get_num_threads(), None
     weights = f"{runner.weight_bytes / 2**20:.0f} MiB, " + ("in memory" if origin is None else f"mapped from {origin}")
     tokens = limits.num_blocks * limits.block_size
-    longest = _longest(limits.max_model_len, limits.num_blocks, limits.block_size)
-    gap = captures_gap(
-        limits.captures, max_num_seqs=limits.max_num_seqs, max_model_len=longest, block_size=limits.block_size
+    gap, cost = capture["gap"], f"{capture['bytes'] / 2**20:.1f} MiB, recorded in {capture['seconds']:.1f} s"
+    graphs = (
+        f"{len(limits.captures)} shapes, {cost}; the widest {capture['ceiling']} blocks, bound by {capture['bound_by']}"
     )
-    graphs = f"{len(limits.captures)} shapes" + ("; every decode step replays" if gap is None else f"; {gap}")
+    graphs += "; every decode step replays" if gap is None else f"; {gap}"
     if not limits.persistent_batch:
         graphs += "; without the persistent batch, scattered rows run eagerly"
     return [

@@ -32,6 +32,8 @@ class EngineConfig:
     ``watermark``: blocks that admission leaves free for the growth of running requests (rule 8); ``None`` is 1 % of the pool.
     ``enable_prefix_caching``: requests take over the full KV blocks of an equal beginning (rule 11); it changes no answer.
     ``capture_rows`` x ``capture_widths`` (rows x blocks) are the recorded shapes; ``None`` covers every decode step.
+    ``capture_max_len``: tokens of the longest context to record graphs for; ``None`` is the longest that can occur.
+    ``capture_memory``: MiB that graphs may hold; ``None`` suits the device. ``max_captures``: how many there may be.
     ``weights_cache``: where packed weights are kept for the next start; ``auto`` is the user's cache, ``off`` nowhere.
     ``seed``: makes the seeds of requests that bring none a function of their arrival number; ``None`` draws them.
     """
@@ -51,6 +53,9 @@ class EngineConfig:
     enforce_eager: bool = False
     capture_rows: tuple[int, ...] | None = None
     capture_widths: tuple[int, ...] | None = None
+    capture_max_len: int | None = None
+    capture_memory: int | None = None
+    max_captures: int = 1024
     persistent_batch: bool = True
     enable_prefix_caching: bool = True
     threads: int | None = None
@@ -64,16 +69,19 @@ class EngineConfig:
             raise ConfigError("dtype", f"dtype is {self.dtype!r}, but must be one of {', '.join(DTYPES)}")
         if self.compute not in COMPUTES:
             raise ConfigError("compute", f"compute is {self.compute!r}, but must be one of {', '.join(COMPUTES)}")
+        if self.kv_dtype not in KV_DTYPES:
+            raise ConfigError("kv_dtype", f"kv_dtype is {self.kv_dtype!r}, but must be one of {', '.join(KV_DTYPES)}")
         bounds = {
             "block_size": (1, 256),
             "num_kv_blocks": (1, 2**24),
             "max_num_seqs": (1, 1024),
             "max_num_batched_tokens": (1, 2**20),
-        if self.kv_dtype not in KV_DTYPES:
-            raise ConfigError("kv_dtype", f"kv_dtype is {self.kv_dtype!r}, but must be one of {', '.join(KV_DTYPES)}")
             "max_model_len": (1, 2**24),
             "watermark": (0, 2**24),
             "max_waiting": (1, 2**20),
+            "capture_max_len": (1, 2**24),
+            "capture_memory": (1, 2**20),
+            "max_captures": (1, 2**16),
             "threads": (1, 1024),
         }
         for field, (low, high) in bounds.items():

@@ -11,8 +11,8 @@ from __future__ import annotations
 
 import secrets
 import time
-from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Protocol
+from collections.abc import Callable, Mapping, Sequence
+from typing import TYPE_CHECKING, Any, Protocol
 
 import attrs
 
@@ -109,6 +109,7 @@ class Engine:
         seed: int | None = None,
         model: LoadedModel | None = None,
         capacity: Sequence[tuple[str, str]] = (),
+        capture: Mapping[str, Any] | None = None,
     ) -> None:
         self.limits = limits
         self.runner = runner
@@ -117,6 +118,7 @@ class Engine:
         self._seed = seed
         self._model = model
         self._capacity = tuple(capacity)
+        self.capture = capture  # what was decided about recorded graphs at start (engine/capture_plan.py)
         self.tap: Tap | None = None
         self.seconds = Seconds()
 

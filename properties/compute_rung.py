@@ -107,6 +107,10 @@ class _TripGraphs:
     def __contains__(self, shape: Shape) -> bool:
         return shape in self._inner
 
+    @property
+    def nbytes(self) -> int:
+        return self._inner.nbytes
+
 
 class CacheWatch(Protocol):
     """What a rung does with its cache around a step."""

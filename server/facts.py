@@ -49,6 +49,7 @@ def promises(engine: Engine) -> dict[str, Any]:
         "persistent_batch": limits.persistent_batch,
         "enable_prefix_caching": limits.prefix_cache,
         "captures": [list(shape) for shape in limits.captures],
+        "capture": engine.capture,
     }
 
 

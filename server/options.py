@@ -87,6 +87,13 @@ class Options:
         tuple[int, ...] | None,
         _flag(_MEMORY, "Block-table widths to record; by default up to the longest, in steps.", consume_multiple=True),
     ] = None
+    capture_max_len: Annotated[
+        int | None, _flag(_MEMORY, "Longest context to record graphs for, in tokens; longer ones run eagerly.")
+    ] = None
+    capture_memory: Annotated[
+        int | None, _flag(_MEMORY, "MiB that recorded graphs may hold; by default 256, on a GPU 1024.")
+    ] = None
+    max_captures: Annotated[int, _flag(_MEMORY, "How many graphs may be recorded.")] = 1024
     persistent_batch: Annotated[
         bool, _flag(_MEMORY, "Keep decoding requests in the first rows, so that every decode step can replay a graph.")
     ] = True

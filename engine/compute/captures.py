@@ -1,5 +1,12 @@
 """Which decode shapes are recorded: (rows, width in blocks) pairs, and what a list of them leaves uncovered (rule 12).
 
+    row buckets x width buckets, up to a ceiling of blocks, which is the least of what four bounds allow
+
+    context   the longest block table that a decode step can have
+    flag      the longest context, or the widest width, that the caller wants recorded
+    bytes     what the recorded graphs may hold
+    graphs    how many there may be
+
 The cost of a torch attention step grows with the captured width, not with the context, so the default widths grow by
 a half or a third, from one attention tile up to the longest table that a decode step can have, and by the time that
 the cost of reading a context matters, a step reads at most half again as much of it as it needs.
@@ -7,11 +14,114 @@ the cost of reading a context matters, a step reads at most half again as much o
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
+
+import attrs
 
 from engine.compute.tiles import TILE, tiles_for
 
 Captures = tuple[tuple[int, int], ...]
+
+MOST_GRAPHS = 1024  # unless told otherwise
+
+
+class TooMany(ValueError):
+    """Not even the narrowest graph of each row bucket fits. ``bound``: ``bytes`` or ``graphs``."""
+
+    def __init__(self, bound: str, message: str) -> None:
+        super().__init__(message)
+        self.bound = bound
+
+
+@attrs.frozen
+class Bounds:
+    """The widest block table, in blocks, that each bound alone would have recorded."""
+
+    context: int
+    flag: int
+    bytes: int
+    graphs: int
+
+    @property
+    def ceiling(self) -> int:
+        return min(self.context, self.flag, self.bytes, self.graphs)
+
+    @property
+    def bound_by(self) -> str:
+        """The bound that is the ceiling; the first of them, if several are."""
+        return next(name for name, blocks in attrs.asdict(self).items() if blocks == self.ceiling)
+
+
+@attrs.frozen
+class Room:
+    """How much may be recorded: ``bytes`` in all, ``each`` the estimate for one graph, and ``graphs`` in number."""
+
+    bytes: int = 2**62
+    each: int = 0
+    graphs: int = MOST_GRAPHS
+
+    def fit(self, count: int) -> bool:
+        return count <= self.graphs and count * self.each <= self.bytes
+
+    @property
+    def most(self) -> int:
+        """Graphs that fit."""
+        return min(self.graphs, self.bytes // self.each if self.each else self.graphs)
+
+
+@attrs.frozen
+class CaptureList:
+    """``shapes`` ascending and unique; ``estimated_bytes`` is what they are expected to hold."""
+
+    shapes: Captures
+    bounds: Bounds
+    estimated_bytes: int
+
+
+def plan_captures(
+    rows: Iterable[int] | None,
+    widths: Iterable[int] | None,
+    *,
+    max_num_seqs: int,
+    max_model_len: int,
+    block_size: int,
+    longest: int | None = None,
+    room: Room | None = None,
+    one_width: bool = False,
+) -> CaptureList:
+    """``rows`` x ``widths`` as far as the bounds allow; ``None`` is the default list.
+
+    ``longest``: tokens of the longest context to record. ``one_width``: the recorder reads lengths when it replays, so it
+    needs the widest alone. A list that the caller gave is clipped to what can occur and never extended; what it leaves to
+    eager steps is reported by ``captures_gap``. Raises ``ValueError`` on an entry below 1, and ``TooMany``.
+    """
+    space = room or Room()
+    context = longest_table(max_model_len, block_size)
+    flag = context if longest is None else min(context, longest_table(longest, block_size))
+    clean_rows = _clean("capture rows", _doubling(1, max_num_seqs) if rows is None else rows, max_num_seqs)
+    candidates = _clean("capture widths", _default_widths(flag, block_size) if widths is None else widths, context)
+    if widths is not None:
+        flag = min(flag, candidates[-1])
+    candidates = [width for width in candidates if width <= flag] or [flag]
+    if one_width and widths is None:
+        candidates = candidates[-1:]
+    for name, alone in (("bytes", Room(space.bytes, space.each)), ("graphs", Room(graphs=space.graphs))):
+        if not alone.fit(len(clean_rows)):
+            raise TooMany(name, f"{len(clean_rows)} row buckets need a graph each, but {alone.most} fit")
+    bounds = Bounds(
+        context=context,
+        flag=flag,
+        bytes=_widest(clean_rows, candidates, Room(space.bytes, space.each, graphs=2**62), context),
+        graphs=_widest(clean_rows, candidates, Room(graphs=space.graphs), context),
+    )
+    shapes = tuple((r, w) for r in clean_rows for w in candidates if w <= bounds.ceiling)
+    return CaptureList(shapes, bounds, len(shapes) * space.each)
+
+
+def _widest(rows: Sequence[int], widths: Sequence[int], room: Room, context: int) -> int:
+    """The widest of ``widths`` up to which all fit; the context where all of them do."""
+    kept = room.most // len(rows)
+    return context if kept >= len(widths) else widths[kept - 1]
 
 
 def longest_table(max_model_len: int, block_size: int) -> int:
@@ -32,15 +142,10 @@ def clean_captures(
     max_model_len: int,
     block_size: int,
 ) -> Captures:
-    """``rows`` x ``widths``, ascending and unique, each entry clipped to what can occur; ``None`` is the default list.
-
-    A list that the caller gave is not extended: what it leaves to eager steps is reported by ``captures_gap``. Raises
-    ``ValueError`` on an entry below 1.
-    """
-    most = longest_table(max_model_len, block_size)
-    clean_rows = _clean("capture rows", _doubling(1, max_num_seqs) if rows is None else rows, max_num_seqs)
-    clean_widths = _clean("capture widths", _default_widths(most, block_size) if widths is None else widths, most)
-    return tuple((r, w) for r in clean_rows for w in clean_widths)
+    """The shapes of ``plan_captures`` without bounds but the context."""
+    return plan_captures(
+        rows, widths, max_num_seqs=max_num_seqs, max_model_len=max_model_len, block_size=block_size
+    ).shapes
 
 
 def captures_gap(captures: Captures, *, max_num_seqs: int, max_model_len: int, block_size: int) -> str | None:

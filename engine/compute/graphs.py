@@ -15,6 +15,7 @@ import torch
 Do = Callable[..., None]  # do(kernel, *arguments)
 Step = Callable[[Do], None]
 Shape = tuple[int, int]  # rows, width in blocks
+CALL_BYTES = 1024  # what a call on a tape keeps: views of tensors, and the tuple that holds them
 
 
 def eagerly(kernel: Callable[..., None], *arguments: Any) -> None:
@@ -45,6 +46,11 @@ class Graphs(Protocol):
 
     def __contains__(self, shape: Shape) -> bool: ...
 
+    @property
+    def nbytes(self) -> int:
+        """What the graphs hold: measured on CUDA; on CPU about, by the number of calls."""
+        ...
+
 
 class TapeGraphs:
     """Tapes by shape, for the CPU."""
@@ -63,6 +69,10 @@ class TapeGraphs:
     def __contains__(self, shape: Shape) -> bool:
         return shape in self._tapes
 
+    @property
+    def nbytes(self) -> int:
+        return CALL_BYTES * sum(len(tape.calls) for tape in self._tapes.values())
+
 
 class CudaGraphs:
     """CUDA graphs by shape. All share one memory pool, so the largest shape is best recorded first."""
@@ -72,6 +82,7 @@ class CudaGraphs:
         self._warmups = warmups
         self._graphs: dict[Shape, torch.cuda.CUDAGraph] = {}
         self._pool: Any = None
+        self.nbytes = 0
 
     def record(self, shape: Shape, step: Step) -> None:
         """Runs the step on a side stream first: libraries set themselves up lazily, which must not be captured."""
@@ -81,11 +92,13 @@ class CudaGraphs:
             for _ in range(self._warmups):
                 step(eagerly)
         torch.cuda.current_stream(self._device).wait_stream(side)
+        free = torch.cuda.mem_get_info(self._device)[0]
         graph = torch.cuda.CUDAGraph()
         with torch.cuda.graph(graph, pool=self._pool):
             step(eagerly)
         self._pool = self._pool or graph.pool()
         self._graphs[shape] = graph
+        self.nbytes += max(0, free - torch.cuda.mem_get_info(self._device)[0])
 
     def replay(self, shape: Shape) -> None:
         self._graphs[shape].replay()

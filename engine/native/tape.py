@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from engine.compute.graphs import CALL_BYTES
 from engine.native.kernels import RECORD, Kernel
 from engine.native.library import Pool
 
@@ -67,3 +68,7 @@ class NativeGraphs:
 
     def __contains__(self, shape: tuple[int, int]) -> bool:
         return shape in self.tapes
+
+    @property
+    def nbytes(self) -> int:
+        return CALL_BYTES * sum(len(tape) for tape in self.tapes.values())

@@ -2,9 +2,20 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 
-from engine.compute.captures import captures_gap, clean_captures, default_captures, longest_table
+from engine.compute.captures import (
+    Bounds,
+    Room,
+    TooMany,
+    captures_gap,
+    clean_captures,
+    default_captures,
+    longest_table,
+    plan_captures,
+)
 from engine.control.plan import Replay
 from engine.control.replay import decide
 
@@ -61,3 +72,58 @@ def test_bad_entries() -> None:
 def test_gap(captures: tuple[tuple[int, int], ...], said: str | None) -> None:
     gap = captures_gap(captures, max_num_seqs=4, max_model_len=100, block_size=4)
     assert gap is None if said is None else gap is not None and said in gap
+
+
+SIZES: dict[str, Any] = {
+    "max_num_seqs": 8,
+    "max_model_len": 2049,
+    "block_size": 16,
+}  # rows 1 2 4 8, ten widths up to 128 blocks
+
+
+@pytest.mark.parametrize(
+    ("bound", "longest", "room", "ceiling", "graphs"),
+    [
+        ("context", None, Room(), 128, 40),
+        ("flag", 1025, Room(), 64, 32),
+        ("flag", 500, Room(), 32, 24),
+        ("bytes", None, Room(bytes=21_000, each=1000), 24, 20),
+        ("graphs", None, Room(graphs=39), 96, 36),
+        ("graphs", 1025, Room(bytes=30_000, each=1000, graphs=11), 8, 8),
+        ("bytes", 1025, Room(bytes=30_999, each=1000, graphs=1000), 48, 28),
+    ],
+)
+def test_the_ceiling_is_what_the_tightest_bound_allows(
+    bound: str, longest: int | None, room: Room, ceiling: int, graphs: int
+) -> None:
+    listed = plan_captures(None, None, longest=longest, room=room, **SIZES)
+    assert (listed.bounds.bound_by, listed.bounds.ceiling, len(listed.shapes)) == (bound, ceiling, graphs)
+    assert max(width for _, width in listed.shapes) == ceiling
+    assert {rows for rows, _ in listed.shapes} == {1, 2, 4, 8}  # a bound takes widths away, never rows
+    assert listed.estimated_bytes == graphs * room.each <= room.bytes
+    assert captures_gap(listed.shapes, **SIZES) is None if ceiling == 128 else captures_gap(listed.shapes, **SIZES)
+
+
+def test_each_bound_is_told_even_where_another_is_tighter() -> None:
+    room = Room(bytes=30_999, each=1000, graphs=11)
+    assert plan_captures(None, None, longest=1025, room=room, **SIZES).bounds == Bounds(128, 64, 48, 8)
+
+
+def test_the_callers_widths_are_a_flag() -> None:
+    listed = plan_captures((2,), (9, 3, 77), longest=None, room=Room(graphs=2), **SIZES)
+    assert listed.bounds == Bounds(context=128, flag=77, bytes=128, graphs=9)
+    assert listed.shapes == ((2, 3), (2, 9))
+    assert plan_captures((2,), (40,), longest=100, **SIZES).shapes == ((2, 7),)  # nothing of the list is short enough
+
+
+def test_a_recorder_that_reads_lengths_needs_one_width() -> None:
+    listed = plan_captures(None, None, longest=1025, one_width=True, **SIZES)
+    assert listed.shapes == ((1, 64), (2, 64), (4, 64), (8, 64))
+    assert plan_captures(None, (4, 8), one_width=True, **SIZES).shapes[:2] == ((1, 4), (1, 8))  # asked for, so recorded
+
+
+@pytest.mark.parametrize(("bound", "room"), [("graphs", Room(graphs=3)), ("bytes", Room(bytes=3999, each=1000))])
+def test_what_not_even_one_width_fits_is_refused(bound: str, room: Room) -> None:
+    with pytest.raises(TooMany, match="4 row buckets need a graph each, but 3 fit") as refused:
+        plan_captures(None, None, room=room, **SIZES)
+    assert refused.value.bound == bound

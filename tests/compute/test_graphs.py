@@ -214,6 +214,8 @@ def test_cuda_recorder_warms_up_outside_and_captures_once(monkeypatch: pytest.Mo
     monkeypatch.setattr(torch.cuda, "current_stream", FakeStream)
     monkeypatch.setattr(torch.cuda, "stream", on_stream)
     monkeypatch.setattr(torch.cuda, "graph", capture)
+    free = iter([1000, 900, 900, 930])
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (next(free), 2000))
     graphs = CudaGraphs(torch.device("cuda"))
 
     def step(do: Do) -> None:
@@ -227,6 +229,7 @@ def test_cuda_recorder_warms_up_outside_and_captures_once(monkeypatch: pytest.Mo
     assert graphs._graphs[1, 1].replays == 1  # type: ignore[attr-defined]
     assert (1, 1) in graphs
     assert (3, 1) not in graphs
+    assert graphs.nbytes == 100  # what the first took; the second fitted into the pool, and somebody else freed memory
     assert isinstance(graphs_for(torch.device("cuda")), CudaGraphs)
 
 
