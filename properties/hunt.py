@@ -25,7 +25,8 @@ from properties.shrink import shrink
 from properties.trial import Trial
 
 BATCH = 100  # workloads that a process runs between two looks at the clock
-SHRINKING = 20.0  # seconds for a workload whose every failing try takes as long as a call may
+SHRINKING = 40.0  # seconds that finds are still shrunk when the time is up
+SHRINKING_SLOW = 20.0  # seconds for a workload whose every failing try takes as long as a call may
 
 Progress = Callable[["Hunted", float], None]  # so far, seconds left
 
@@ -65,7 +66,11 @@ def hunt(
     subject: str | None = None,
     progress: Progress | None = None,
 ) -> Hunted:
-    """Runs batches on ``jobs`` processes. Keeps the first find of each check; stops early only when the time is up."""
+    """Runs batches on ``jobs`` processes. Keeps the first find of each check; stops early only when the time is up.
+
+    When it is, nothing new starts: what runs ends with its workload, and shrinking soon after. So an engine that loops for
+    ever takes no longer than the time asked for, one call's bound, ``SHRINKING_SLOW`` and a last try.
+    """
     trial = Trial(rung, fault, subject)
     hunted = Hunted(seed)
     end = time.monotonic() + minutes * 60
@@ -75,55 +80,62 @@ def hunt(
         while True:
             left = end - time.monotonic()
             while left > 0 and len(pending) < 2 * jobs:
-                pending.add(pool.submit(batch, seed, next(batches), trial))
+                pending.add(pool.submit(batch, seed, next(batches), trial, end))
+            if left <= 0:
+                pending = {future for future in pending if not future.cancel()}
             if not pending:
                 break
             done, pending = wait(pending, timeout=1.0, return_when=FIRST_COMPLETED)
             for future in done:
-                _take(hunted, future.result(), trial)
+                _take(hunted, future.result(), trial, end)
             if progress is not None:
                 progress(hunted, max(0.0, left))
     return hunted
 
 
-def batch(seed: int, start: int, trial: Trial) -> dict[str, Any]:
-    """One process's share: plain values back, so that it can cross a process boundary."""
+def batch(seed: int, start: int, trial: Trial, end: float = math.inf) -> dict[str, Any]:
+    """One process's share, until ``end`` on the monotonic clock, which processes share. Plain values come back."""
     floors = Floors()
     iterations = 0
-    failed: list[tuple[int, str]] = []
+    failed: list[tuple[int, Finding]] = []
     for number in range(start, start + BATCH):
+        if time.monotonic() > end:
+            break
         outcome = trial.run(for_rung(numbered(seed, number), trial.rung))
         floors.add(outcome.occurred)
         iterations += len(outcome.steps)
         if outcome.first is not None:
-            failed.append((number, outcome.first.check))
+            failed.append((number, outcome.first))
             if overtime(outcome.first):  # the next may take as long: first a look at the clock
                 break
     return {"floors": floors.dump(), "iterations": iterations, "failed": failed}
 
 
-def _take(hunted: Hunted, result: dict[str, Any], trial: Trial) -> None:
+def _take(hunted: Hunted, result: dict[str, Any], trial: Trial, end: float) -> None:
     hunted.floors.merge(result["floors"])
     hunted.iterations += result["iterations"]
-    for number, check in result["failed"]:
-        if check not in {find.finding.check for find in hunted.finds}:
-            hunted.finds.append(_shrunk(hunted.seed, number, check, trial))
+    for number, found in result["failed"]:
+        if found.check not in {find.finding.check for find in hunted.finds}:
+            hunted.finds.append(_shrunk(hunted.seed, number, found, trial, end))
 
 
-def _shrunk(seed: int, number: int, check: str, trial: Trial) -> Find:
-    whole = for_rung(numbered(seed, number), trial.rung)
-    first = trial.run(whole).first
-    assert first is not None
-    slow = overtime(first)
-    end = time.monotonic() + SHRINKING if slow else math.inf
+def _shrunk(seed: int, number: int, found: Finding, trial: Trial, end: float) -> Find:
+    """``found`` is what the whole workload showed; ``end``: of the hunt, on the monotonic clock."""
+    whole, last = for_rung(numbered(seed, number), trial.rung), found
+    slow = overtime(found)
+    until = end + SHRINKING  # of several finds at the end, the later ones have less
+    if slow:
+        until = min(until, time.monotonic() + SHRINKING_SLOW)
 
     def fails(candidate: Workload) -> bool:
-        if time.monotonic() > end:
+        nonlocal last
+        if time.monotonic() > until:
             return False
-        found = trial.run(candidate).first
-        return found is not None and found.check == check and overtime(found) == slow
+        again = trial.run(candidate).first
+        if again is None or again.check != found.check or overtime(again) != slow:
+            return False
+        last = again
+        return True
 
     small, _ = shrink(whole, fails)
-    found = first if small == whole else trial.run(small).first
-    assert found is not None
-    return Find(number, small, found)
+    return Find(number, small, last)

@@ -4,7 +4,7 @@ The lockstep compares our engine with our specification, decision by decision. Y
 can be compared; but much must hold of any scheduler, whatever it decides, and that is what is checked here, on the same
 generated workloads, with the same hunter, reducer, files, reports and pages:
 
-    raises      it raises nothing but ``Refused``, and no plan is impossible to compute
+    raises      it raises nothing but ``Refused``, comes back from every call, and no plan is impossible to compute
     audit       its own invariants, if it has any (``audit``)
     decisions   the promises: the budget is kept, nobody is set back or overtaken where that was promised
     ledger      every block is free or held; none is both, none is lost, none is held twice unless sharing was promised

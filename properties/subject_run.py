@@ -16,6 +16,7 @@ import attrs
 from engine.trace import Shape, Submit, Workload
 from properties import subject_checks as must
 from properties.checks import ALL, Fact, Finding
+from properties.guard import CPU_SECONDS, Guard, Overtime
 from properties.lockstep import Run, Step, limit
 from properties.play import Stop, play
 from properties.solo_text import SILENT
@@ -59,16 +60,20 @@ def floors_for(make: MakeSubject, shape: Shape) -> Mapping[str, float]:
     return {**FLOORS, **{name: share for name, share in IF_PROMISED.items() if kept[name]}}
 
 
-def run_subject(workload: Workload, make: MakeSubject, *, until: int | None = None) -> SubjectRun:
-    """Runs a workload to its end or to the first finding. Raises ``NoSubject`` when ``make`` makes something else."""
-    watch = Watch(workload, until)
-    try:
-        watch.begin(make)
-        play(workload, watch)
-        watch.finish()
-    except Stop:
-        pass
-    return watch.result()
+def run_subject(
+    workload: Workload, make: MakeSubject, *, until: int | None = None, cpu_seconds: float = CPU_SECONDS
+) -> SubjectRun:
+    """Runs a workload to its end or to the first finding. A call into the subject that takes more than ``cpu_seconds`` of CPU
+    time is one, of the check ``raises``. Raises ``NoSubject`` when ``make`` makes something else."""
+    with Guard(cpu_seconds) as guard:
+        watch = Watch(workload, until, guard)
+        try:
+            watch.begin(make)
+            play(workload, watch)
+            watch.finish()
+        except Stop:
+            pass
+        return watch.result()
 
 
 class Watch:
@@ -77,8 +82,8 @@ class Watch:
     _subject: Subject
     _promises: Promises
 
-    def __init__(self, workload: Workload, until: int | None) -> None:
-        self._shape, self._until = workload.shape, until
+    def __init__(self, workload: Workload, until: int | None, guard: Guard) -> None:
+        self._shape, self._until, self._guard = workload.shape, until, guard
         self._cache = Cache(workload.shape.block_size)
         self._known: dict[int, Known] = {}
         self._callers: dict[int, Caller] = {}
@@ -305,11 +310,13 @@ class Watch:
         raise Stop
 
     def _guarded(self, call: Callable[[], Any]) -> Any:
-        """Whatever the subject raises, except a refusal, is a finding."""
+        """Whatever the subject raises, except a refusal, is a finding; so is a call without end."""
         try:
-            return call()
+            return self._guard(call)
         except (Refused, Stop):
             raise
+        except Overtime as error:
+            self._found("raises", self._guard.told(error))
         except Exception as error:  # noqa: BLE001 - a foreign scheduler may raise anything
             self._found("raises", f"{type(error).__name__}: {error}")
 

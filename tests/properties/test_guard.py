@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import math
 import signal
 import threading
 import time
 from collections.abc import Callable, Iterator
-from contextlib import suppress
+from concurrent.futures import Future
+from contextlib import nullcontext, suppress
 from typing import Any, NoReturn
 
 import pytest
@@ -15,10 +17,13 @@ from engine.control.record import Ledger
 from engine.control.scheduler import Scheduler
 from engine.trace import Shape, Submit, Workload
 from properties import guard, hunt, lockstep
+from properties.examples import slots
 from properties.guard import Guard, Overtime, overtime
 from properties.hunt import batch, numbered
 from properties.lockstep import Run, run
 from properties.rung_ledger import LedgerRung
+from properties.subject import Subject
+from properties.subject_run import run_subject
 from properties.trial import Trial
 
 ONE = Workload(Shape(blocks=8, block_size=4, rows=2), (Submit(wait=0, prompt=(("a", 6),), max_tokens=3),))
@@ -146,12 +151,55 @@ def impatient(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 @pytest.mark.usefixtures("impatient")
 def test_the_hunter_looks_at_the_clock_after_each_and_saves_it_by_number(monkeypatch: pytest.MonkeyPatch) -> None:
     told = batch(1, 0, Trial())
-    (failed,) = told["failed"]
-    assert failed[1] == "raises"
-    assert told["floors"]["runs"] == failed[0] + 1 < 10
-    monkeypatch.setattr(hunt, "SHRINKING", 0.3)
+    ((number, found),) = told["failed"]
+    assert found.check == "raises"
+    assert told["floors"]["runs"] == number + 1 < 10
+    monkeypatch.setattr(hunt, "SHRINKING_SLOW", 0.3)
     start = time.monotonic()
-    find = hunt._shrunk(1, failed[0], "raises", Trial())
-    assert (find.number, overtime(find.finding)) == (failed[0], True)
-    assert len(find.workload.events) <= len(numbered(1, failed[0]).events)
+    find = hunt._shrunk(1, number, found, Trial(), math.inf)
+    assert (find.number, overtime(find.finding)) == (number, True)
+    assert len(find.workload.events) <= len(numbered(1, number).events)
     assert time.monotonic() - start < 20
+
+
+def test_nothing_new_starts_when_the_time_is_up(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Neither a workload of a batch nor a try of the reducer: the find is kept as it is."""
+    over = time.monotonic() - 1000
+    assert batch(1, 0, Trial(), over)["floors"]["runs"] == 0
+    monkeypatch.setattr(Scheduler, "plan", broken)
+    ((number, found), *_) = batch(1, 0, Trial())["failed"]
+    find = hunt._shrunk(1, number, found, Trial(), over)
+    assert (find.workload, find.finding) == (numbered(1, number), found)
+    in_time = hunt._shrunk(1, number, found, Trial(), time.monotonic())
+    assert len(in_time.workload.events) < len(find.workload.events)
+
+
+@pytest.mark.usefixtures("impatient")
+def test_a_hunt_on_an_engine_that_loops_ends(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Within the time asked for, two calls' bounds and what shrinking may take; batches here run in this process."""
+
+    class Inline:
+        def submit(self, call: Callable[..., Any], *arguments: Any) -> Future[Any]:
+            future: Future[Any] = Future()
+            future.set_result(call(*arguments))
+            return future
+
+    monkeypatch.setattr(hunt.workers, "pool", lambda jobs: nullcontext(Inline()))
+    monkeypatch.setattr(hunt, "SHRINKING_SLOW", 0.3)
+    start = time.process_time()
+    hunted = hunt.hunt(0.005, seed=1)
+    assert [overtime(find.finding) for find in hunted.finds] == [True]
+    assert time.process_time() - start < 5
+
+
+def test_a_subject_that_loops_is_found() -> None:
+    def make(shape: Shape) -> Subject:
+        subject = slots.make(shape)
+        subject.step = forever  # type: ignore[method-assign]
+        return subject
+
+    found = run_subject(ONE, make, cpu_seconds=0.1).first
+    assert found is not None
+    assert (found.check, found.iteration) == ("raises", 1)
+    assert overtime(found)
+    assert signal.getitimer(signal.ITIMER_VIRTUAL) == (0.0, 0.0)
