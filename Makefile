@@ -3,12 +3,13 @@
 
 PY := .venv/bin/python
 ARGS ?=
+PEERS ?=
 MINUTES ?= 10
 # Several test processes share the cores, so each of them computes on one thread.
 PYTEST := OMP_NUM_THREADS=1 $(PY) -m pytest -n auto --dist worksteal --durations=10
 
 .DEFAULT_GOAL := help
-.PHONY: help setup serve test full hunt bench check readme lock clean
+.PHONY: help setup serve test full hunt bench peers check readme lock clean
 
 help:  ## this list
 	@awk -F ':.*## ' '/^[a-z]+:.*## / {printf "make %-7s %s\n", $$1, $$2}' Makefile
@@ -28,8 +29,11 @@ full: setup  ## every test, the slow ones too
 hunt: setup  ## look for new differences between engine and specification for MINUTES=10
 	@exec $(PY) -m properties hunt --minutes $(MINUTES) $(ARGS)
 
-bench: setup  ## measure the offline engine on this machine with the default model
-	@exec $(PY) ci/bench_offline.py $(ARGS)
+bench: setup  ## measure this engine beside the peers, offline, in one table (make peers first)
+	@exec $(PY) -m server bench --offline $(ARGS)
+
+peers: setup  ## install the engines that bench measures beside this one, each in .peers/NAME
+	@exec $(PY) -m ci.peers $(PEERS) $(ARGS)
 
 check: setup  ## lint, formatting, types and import contracts
 	@sh ci/check.sh

@@ -34,7 +34,8 @@ app = App(
         "Benchmarks an OpenAI-compatible server. Without --url it starts this one, with the default model, on a free "
         "port. The bundled request lists are token ids of SmolLM2's vocabulary; for another model use --random, which "
         "sends text. Every list is asked once to warm up and then --repeats times; the run with the median duration "
-        "is shown. Latencies are in milliseconds."
+        "is shown. Latencies are in milliseconds. With --offline it measures the engine itself, without HTTP, beside other "
+        "engines; see --offline --help."
     ),
 )
 
@@ -203,6 +204,10 @@ def _short(number: float) -> str:
 
 
 def main(arguments: Sequence[str]) -> int:
+    if "--offline" in arguments:
+        from server.bench.offline.cli import main as offline
+
+        return offline([argument for argument in arguments if argument != "--offline"])
     try:
         return int(app(list(arguments), print_error=False, exit_on_error=False) or 0)
     except (CycloptsError, Wrong, ListError, StartFailed, NoPlots, ValueError) as error:

@@ -1,0 +1,96 @@
+"""How near a decode step comes to what the machine allows, for each weight type.
+
+At 1 row the limit is reading the weights and the row's keys and values once; at 16 and 128 rows it is multiplying. The
+share is the limit's time over the step's, sampling and scheduling included.
+"""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any
+
+import attrs
+
+from engine.loading.model import ModelConfig, RopeScaling
+from server.bench.offline.limits import Limits, measure_limits
+from server.bench.offline.models import KINDS, Files
+from server.bench.offline.steps import StepTime, work
+from server.bench.offline.worker import ROOT, WorkerFailed, environment
+
+POINTS = ((1, 128, 32), (16, 128, 24), (128, 32, 8))  # rows, context, steps
+
+
+@attrs.frozen
+class Share:
+    """``times`` in seconds and ``shares`` of the limit, by rows. ``weight_mb``: packed, as the kernels read them."""
+
+    kind: str
+    weight_mb: float
+    times: Mapping[int, float]
+    shares: Mapping[int, float]
+
+
+def shares(files: Files, threads: int, say: Callable[[str], None]) -> tuple[Limits, list[Share]]:
+    """Measures the machine, then the shipped file and every type in KINDS. Raises ``BuildError``, ``WorkerFailed``."""
+    models = {"as shipped": files.shipped, **{kind: files.gguf(kind) for kind in reversed(KINDS)}}
+    heads: dict[str, dict[str, Any]] = {}
+    times: dict[str, list[StepTime]] = {}
+    for kind, path in models.items():
+        say(f"decode steps with {kind} weights")
+        lines = measured({"model": str(path), "threads": threads, "compute": "native"}, decode=POINTS)
+        heads[kind] = next(lines)
+        times[kind] = [StepTime(**line["decode"]) for line in lines]
+    say("the machine's limits")
+    limits = measure_limits(threads, sorted({head["weight_bytes"] for head in heads.values()}))
+    return limits, [share_of(kind, heads[kind], times[kind], limits) for kind in models]
+
+
+def share_of(kind: str, head: Mapping[str, Any], times: Sequence[StepTime], limits: Limits) -> Share:
+    size = head["weight_bytes"]
+    config = config_of(head["config"])
+    found = {}
+    for time in times:
+        least = work(config, size, head["kv_bytes_per_token"], time.context)
+        bound = (
+            least.memory_seconds(1, limits.read(size))
+            if time.rows == 1
+            else least.arithmetic_seconds(time.rows, limits.gflop_s)
+        )
+        found[time.rows] = bound / time.wall
+    return Share(kind, size / 1e6, {time.rows: time.wall for time in times}, found)
+
+
+def config_of(values: Mapping[str, Any]) -> ModelConfig:
+    """``attrs.asdict`` of a configuration, back."""
+    scaling = values.get("rope_scaling")
+    tuples = {"sliding_windows": tuple(values.get("sliding_windows", ()))}
+    return ModelConfig(**{**values, **tuples, "rope_scaling": RopeScaling(**scaling) if scaling else None})
+
+
+def measured(
+    engine: Mapping[str, Any],
+    *,
+    decode: Sequence[Sequence[int]] = (),
+    prefill: Sequence[int] = (),
+) -> Iterator[dict[str, Any]]:
+    """The lines of drive_steps.py. Raises ``WorkerFailed`` with what it said."""
+    asked = json.dumps({"engine": dict(engine), "decode": [list(point) for point in decode], "prefill": list(prefill)})
+    command = [sys.executable, "-m", "server.bench.offline.drive_steps", asked]
+    threads = int(engine.get("threads") or 1)
+    with subprocess.Popen(
+        command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, cwd=ROOT, env=environment(threads)
+    ) as process:
+        assert process.stdout is not None
+        assert process.stderr is not None
+        for line in process.stdout:
+            yield json.loads(line)
+        said = process.stderr.read().strip().splitlines()
+        if process.wait() != 0:
+            raise WorkerFailed(f"measuring steps failed: {said[-1] if said else 'it said nothing'}")
+
+
+def plain(limits: Limits, found: Sequence[Share]) -> dict[str, Any]:
+    return {"limits": attrs.asdict(limits), "shares": [attrs.asdict(share) for share in found]}
