@@ -16,6 +16,10 @@ from engine.compute.runner import ModelRunner, PlanRunner, kv_bytes_per_block
 from engine.compute.weights import Weights
 from engine.config import ConfigError, EngineConfig
 from engine.control.limits import Limits
+from engine.cuda.device import cache_bytes, exact_products, weight_bytes
+from engine.cuda.kernels import NoTriton, triton_device
+from engine.cuda.runner import TritonRunner
+from engine.cuda.weights import TritonWeights
 from engine.engine import Engine, Progress
 from engine.loading import load_model
 from engine.loading.model import LoadedModel
@@ -44,7 +48,7 @@ def assemble(
     device: str = "cpu",
     dtype: torch.dtype = torch.float32,
     progress: Progress | None = None,
-    weights: Weights | NativeWeights | None = None,
+    weights: Weights | NativeWeights | TritonWeights | None = None,
 ) -> Engine:
     """An engine around a model that is loaded already; ``weights`` lets engines of one model share what was made of it."""
     if weights is None:
@@ -54,10 +58,14 @@ def assemble(
         if progress is not None:
             progress("preparing kernels", 1, 1)
     else:
-        compute = "native" if isinstance(weights, NativeWeights) else "torch"
+        compute = _path_of(weights)
+    if device == "cuda":
+        exact_products()
+    if not config.batch_invariant and compute != "triton":
+        raise ConfigError("batch_invariant", f"batch_invariant is False, but {compute} kernels have no other mode")
     kv_dtype = resolve_kv_dtype(config.kv_dtype, dtype, compute)
     limits = settle(config, model, device, kv_dtype, compute)
-    runner: ModelRunner | NativeRunner
+    runner: ModelRunner | NativeRunner | TritonRunner
     if compute == "native":
         if config.threads is not None and config.threads > cores():
             granted = f"{config.threads} threads were asked for, but this process may use {cores()} cores"
@@ -72,6 +80,16 @@ def assemble(
             weights=own,
             cache=cache,
             kv_dtype=kv_dtype,
+        )
+    elif compute == "triton":
+        runner = TritonRunner(
+            model,
+            limits,
+            device=device,
+            dtype=dtype,
+            batch_invariant=config.batch_invariant,
+            progress=progress,
+            weights=weights if isinstance(weights, TritonWeights) else None,
         )
     else:
         shared = weights if isinstance(weights, Weights) else None
@@ -119,8 +137,10 @@ def resolve_compute(name: str, device: str, dtype: torch.dtype) -> str:
 
     ``auto`` warns once when it falls back to torch for want of a working compiler.
     """
-    if name == "torch" or (name == "auto" and device != "cpu"):
+    if name == "torch":
         return "torch"
+    if name == "triton" or (name == "auto" and device != "cpu"):
+        return _resolve_triton(name, device)
     if device != "cpu" or dtype != torch.float32:
         raise ConfigError(
             "compute", f"compute is native, but native kernels run on the CPU in float32, not on {device}"
@@ -142,6 +162,25 @@ def resolve_weights_cache(name: str) -> WeightsCache | None:
     if name == "off":
         return None
     return WeightsCache(weights_folder() if name == "auto" else Path(name).expanduser())
+
+
+def _resolve_triton(name: str, device: str) -> str:
+    try:
+        triton_device(torch.device(device))
+    except NoTriton as error:
+        if name != "auto":
+            raise ConfigError("compute", f"compute is {name}, but {error}") from None
+        warnings.warn(f"Triton's kernels cannot be had, torch computes instead, slower: {error}", stacklevel=3)
+        return "torch"
+    if device == "cpu":
+        warnings.warn("Triton's kernels are interpreted on a CPU: hundreds of times slower, for tests", stacklevel=3)
+    return "triton"
+
+
+def _path_of(weights: Weights | NativeWeights | TritonWeights) -> str:
+    if isinstance(weights, NativeWeights):
+        return "native"
+    return "triton" if isinstance(weights, TritonWeights) else "torch"
 
 
 def resolve_kv_dtype(name: str, dtype: torch.dtype, compute: str) -> torch.dtype:
@@ -221,11 +260,11 @@ def _blocks_that_suit(
     """
     per_block = kv_bytes_per_block(model.config, config.block_size, kv_dtype)
     one = -(-max_model_len // config.block_size)
-    room = int(_free_bytes(device) * FREE_SHARE)
-    if device != "cpu":  # where graphs and pool share a memory of their own
-        room -= capture_budget(config, device)
+    free = _free_bytes(device)
+    if device != "cpu":  # where weights, graphs and pool share a memory of their own
+        room = cache_bytes(free, weight_bytes(model.config, kv_dtype), capture_budget(config, device))
     else:
-        room = min(room, max(CPU_KV_BYTES, one * per_block))
+        room = min(int(free * FREE_SHARE), max(CPU_KV_BYTES, one * per_block))
     blocks = min(one * config.max_num_seqs, room // per_block)
     if blocks < one:
         raise ConfigError(
@@ -250,7 +289,7 @@ def _free_bytes(device: str) -> int:
 def _capacity(
     model: LoadedModel,
     limits: Limits,
-    runner: ModelRunner | NativeRunner,
+    runner: ModelRunner | NativeRunner | TritonRunner,
     device: str,
     dtype: torch.dtype,
     capture: Mapping[str, Any],
@@ -258,7 +297,8 @@ def _capacity(
     if isinstance(runner, NativeRunner):
         compute, threads, origin = runner.compute, runner.threads.threads, runner.weights.origin
     else:
-        compute, threads, origin = "torch kernels", torch.get_num_threads(), None
+        compute = runner.compute if isinstance(runner, TritonRunner) else "torch kernels"
+        threads, origin = torch.get_num_threads(), None
     weights = f"{runner.weight_bytes / 2**20:.0f} MiB, " + ("in memory" if origin is None else f"mapped from {origin}")
     tokens = limits.num_blocks * limits.block_size
     gap, cost = capture["gap"], f"{capture['bytes'] / 2**20:.1f} MiB, recorded in {capture['seconds']:.1f} s"

@@ -11,7 +11,7 @@ import attrs
 DEVICES = ("auto", "cpu", "cuda")
 DTYPES = ("auto", "float32", "bfloat16", "float16")
 KV_DTYPES = ("auto", "float32", "bfloat16")
-COMPUTES = ("auto", "native", "torch")
+COMPUTES = ("auto", "native", "torch", "triton")
 
 
 class ConfigError(ValueError):
@@ -28,6 +28,8 @@ class EngineConfig:
 
     ``model``: a folder, a .gguf file or a hub id; ``None`` is the small model that is installed beside the engine.
     ``compute``: whose kernels; ``auto`` is native on a CPU with a C++ compiler, else torch. The two give different bytes.
+    ``triton`` is for a GPU, and what ``auto`` takes there.
+    ``batch_invariant``: a request's bytes depend on nobody else; Triton's kernels on a GPU can do without, and are faster then.
     ``kv_dtype``: of keys and values in the pool; ``auto`` is what is computed in, bfloat16 halves the pool on native kernels.
     ``watermark``: blocks that admission leaves free for the growth of running requests (rule 8); ``None`` is 1 % of the pool.
     ``enable_prefix_caching``: requests take over the full KV blocks of an equal beginning (rule 11); it changes no answer.
@@ -58,6 +60,7 @@ class EngineConfig:
     max_captures: int = 1024
     persistent_batch: bool = True
     enable_prefix_caching: bool = True
+    batch_invariant: bool = True
     threads: int | None = None
     weights_cache: str = "auto"
     seed: int | None = None

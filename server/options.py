@@ -45,12 +45,23 @@ class Options:
     device: Annotated[str, _flag(_MODEL, "auto, cpu or cuda.")] = "auto"
     dtype: Annotated[str, _flag(_MODEL, "auto, float32, bfloat16 or float16.")] = "auto"
     compute: Annotated[
-        str, _flag(_MODEL, "auto, native or torch kernels; native ones are built once by the system's C++ compiler.")
+        str,
+        _flag(
+            _MODEL, "auto, native, triton or torch kernels; native ones are built once by the system's C++ compiler."
+        ),
     ] = "auto"
     kv_dtype: Annotated[
         str,
         _flag(_MODEL, "auto, float32 or bfloat16: of the KV cache; bfloat16 takes half the room (native kernels)."),
     ] = "auto"
+    batch_invariant: Annotated[
+        bool,
+        _flag(
+            _MODEL,
+            "An answer's bytes depend on nobody else, by products of one fixed tile; without it a GPU takes its library's "
+            "products, which are faster. On a CPU always so.",
+        ),
+    ] = True
     threads: Annotated[int | None, _flag(_MODEL, "CPU threads of the kernels; by default one per core.")] = None
     weights_cache: Annotated[
         str,
