@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import copy
+import random
 from collections import Counter, deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -157,6 +158,39 @@ def search(scope: Scope, make: Callable[..., Model] = Model) -> Searched:
                 todo.append((key, other))
     check_drains(stepped)
     return Searched(reached, len(known), transitions)
+
+
+def walk(
+    draw: random.Random, model: Model, kinds: Iterable[Kind], fails: float, reached: Counter[str]
+) -> tuple[World, int]:
+    """One random way: every kind submitted in turn, some aborted, up to three iterations after each, a share of ``fails``
+    failing; then steps alone until nothing is left. Returns where it ends and how many iterations that took.
+
+    ``kinds`` may draw from the same generator: each is taken when its turn has come.
+    """
+    world = World(model, (), 0)
+    for kind in kinds:
+        try:
+            submit(world, kind)
+            reached["accepted"] += 1
+        except Refused as refusal:
+            reached[refusal.reason] += 1
+        world = replace(world, kinds=(*world.kinds, kind))
+        if draw.random() < 0.1:
+            world.model.abort(draw.randrange(len(world.kinds)))
+        for _ in range(draw.choice((0, 0, 1, 3))):
+            world = step(world, draw.random() < fails, reached)
+    tokens = sum(len(kind.prompt) + kind.max_tokens for kind in world.kinds)
+    iterations = 0
+    while world.model.has_work:
+        world = step(world, False, reached)
+        iterations += 1
+        assert iterations <= 10 + tokens * len(world.kinds), "a random workload does not drain"
+    state = world.model.state()
+    assert len(state["blank"]) + len(state.get("cached", ())) == model.blocks
+    ended = sum(reached[x] for x in ("length", "stop", "error", "aborting a waiting one", "aborting a running one"))
+    assert ended == reached["accepted"], "every accepted request ends once"
+    return world, iterations
 
 
 def check_drains(stepped: dict[str, str]) -> None:

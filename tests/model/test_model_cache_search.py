@@ -10,9 +10,9 @@ from typing import Any
 
 import pytest
 from model_cache_checks import Kind
-from model_world import Scope, World, search, step, submit
+from model_world import Scope, search, walk
 
-from model_sim import Model, Refused
+from model_sim import Model
 from model_sim.model import Request
 
 # Sampled tokens are 0, 1, 2, ..., so texts of zeros meet in many ways: by prompt, by what was generated, by both.
@@ -95,37 +95,19 @@ def workload(seed: int) -> Counter[str]:
         persistent_batch=draw.random() < 0.7,
         prefix_cache=True,
     )
-    world, reached = World(model, (), 0), Counter[str]()
-    for _ in range(draw.randint(2, 14)):
-        zeros = draw.randint(0, room)
-        kind = Kind(
-            ((0,) * zeros + tuple(range(draw.randint(0, 6))) + (draw.randint(0, 1),))[:room],
+    reached: Counter[str] = Counter()
+    kinds = (
+        Kind(
+            ((0,) * draw.randint(0, room) + tuple(range(draw.randint(0, 6))) + (draw.randint(0, 1),))[:room],
             draw.randint(1, 8),
             draw.choice((0, 0, 0, 1, -1)),
             frozenset(draw.sample(range(8), draw.choice((0, 0, 1)))),
             draw.choice((None, None, None, "a", "b")),
             draw.random() < 0.85,
         )
-        try:
-            submit(world, kind)
-            reached["accepted"] += 1
-        except Refused:
-            reached["refused"] += 1
-        world = replace(world, kinds=(*world.kinds, kind))
-        if draw.random() < 0.1:
-            world.model.abort(draw.randrange(len(world.kinds)))
-        for _ in range(draw.choice((0, 0, 1, 3))):
-            world = step(world, draw.random() < 0.05, reached)
-    tokens = sum(len(kind.prompt) + kind.max_tokens for kind in world.kinds)
-    iterations = 0
-    while world.model.has_work:
-        world = step(world, False, reached)
-        iterations += 1
-        assert iterations <= 10 + tokens * len(world.kinds), f"seed {seed} does not drain"
-    state = world.model.state()
-    assert len(state["blank"]) + len(state["cached"]) == blocks
-    ended = sum(reached[x] for x in ("length", "stop", "error", "aborting a waiting one", "aborting a running one"))
-    assert ended == reached["accepted"], "every accepted request ends once"
+        for _ in range(draw.randint(2, 14))
+    )
+    walk(draw, model, kinds, 0.05, reached)
     return reached
 
 

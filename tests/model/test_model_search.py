@@ -9,9 +9,9 @@ from typing import Any
 
 import pytest
 from model_cache_checks import Kind
-from model_world import Scope, World, search, step, submit
+from model_world import Scope, search, walk
 
-from model_sim import Model, Refused
+from model_sim import Model
 
 TIGHT = Scope(
     {"blocks": 4, "block_size": 2, "rows": 3, "budget": 3, "max_waiting": 3, "captures": [(2, 2), (3, 4)]},
@@ -76,35 +76,17 @@ def workload(seed: int) -> tuple[int, Counter[str]]:
         persistent_batch=draw.random() < 0.7,
         captures=[(rows, blocks)],
     )
-    world, reached = World(model, (), 0), Counter[str]()
-    for _ in range(draw.randint(1, 12)):
-        prompt = draw.randint(1, room)
-        kind = Kind(
-            (0,) * prompt,
+    reached: Counter[str] = Counter()
+    kinds = (
+        Kind(
+            (0,) * draw.randint(1, room),
             draw.randint(1, 8),
             draw.choice((0, 0, 0, 1, -1)),
             frozenset(draw.sample(range(8), draw.choice((0, 0, 1)))),
         )
-        try:
-            submit(world, kind)
-            reached["accepted"] += 1
-        except Refused as refusal:
-            reached[refusal.reason] += 1
-        world = replace(world, kinds=(*world.kinds, kind))
-        if draw.random() < 0.1:
-            world.model.abort(draw.randrange(len(world.kinds)))
-        for _ in range(draw.choice((0, 0, 1, 3))):
-            world = step(world, draw.random() < 0.03, reached)
-    tokens = sum(len(kind.prompt) + kind.max_tokens for kind in world.kinds)
-    iterations = 0
-    while world.model.has_work:
-        world = step(world, False, reached)
-        iterations += 1
-        assert iterations <= 10 + tokens * len(world.kinds), f"seed {seed} does not drain"
-    assert len(world.model.state()["blank"]) == blocks
-    ended = sum(reached[x] for x in ("length", "stop", "error", "aborting a waiting one", "aborting a running one"))
-    assert ended == reached["accepted"], "every accepted request ends once"
-    return iterations, reached
+        for _ in range(draw.randint(1, 12))
+    )
+    return walk(draw, model, kinds, 0.03, reached)[1], reached
 
 
 def test_random_workloads_drain() -> None:
