@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import NoReturn
 
 from engine.trace import FormatError
-from properties import commands, fault_commands, law_commands, scope_command
+from properties import commands, fault_commands, graph_faults, law_commands, scope_command
 from properties.experiments import UNLIMITED
 from properties.faults import Faded
 from properties.options import Misuse, at_least, fault, minutes
@@ -182,6 +182,15 @@ def _searches(names: argparse._SubParsersAction[Parser]) -> None:
     _subject(hunt)
     _found(hunt)
     fault_commands.add_commands(lambda *told: _command(names, *told), at_least)
+    graphs = _command(
+        names,
+        "graph-faults",
+        commands.graph_faults_command,
+        "Hunt the faults of recorded graphs, padding and rows on the rungs that compute; print which check sees each.",
+        "graph-faults --only G02,N01",
+    )
+    graphs.add_argument("--only", metavar="F,F", type=_faults, help="these faults of the table")
+    graphs.add_argument("--output", metavar="FILE", type=Path, help="write the table there, too")
     law_commands.add_commands(lambda *told: _command(names, *told), at_least)
     scope_command.add_commands(lambda *told: _command(names, *told), at_least)
 
@@ -194,13 +203,17 @@ def _experiments(names: argparse._SubParsersAction[Parser]) -> None:
         "Count how many decode steps replay a recorded graph, with all requests arriving at once in an ample pool.",
         "coverage --rows 8 --requests 16 --lengths 4,8,16,32 --no-persistent-batch",
     )
-    coverage.add_argument("--requests", metavar="N", type=at_least(1), required=True, help="how many arrive")
-    coverage.add_argument(
-        "--lengths", metavar="L,L", type=_numbers, required=True, help="max_tokens, cycled over the requests"
-    )
+    coverage.add_argument("--requests", metavar="N", type=at_least(1), help="how many arrive")
+    coverage.add_argument("--lengths", metavar="L,L", type=_numbers, help="max_tokens, cycled over the requests")
     coverage.add_argument(
         "--prompt", metavar="N", type=at_least(1), default=4, help="prompt length (default 4; changes nothing)"
     )
+    coverage.add_argument(
+        "--table",
+        action="store_true",
+        help="8 to 256 rows, four mixes of lengths, both batch modes, instead of one run",
+    )
+    coverage.add_argument("--output", metavar="FILE", type=Path, help="with --table: write the table there, too")
     soak = _command(
         names,
         "soak",
@@ -223,7 +236,7 @@ def _experiments(names: argparse._SubParsersAction[Parser]) -> None:
     )
     _arm(soak)
     for command in (coverage, soak):
-        command.add_argument("--rows", metavar="N", type=at_least(1), required=True, help="cache rows")
+        command.add_argument("--rows", metavar="N", type=at_least(1), required=command is soak, help="cache rows")
         command.add_argument(
             "--budget",
             metavar="N",
@@ -236,6 +249,14 @@ def _experiments(names: argparse._SubParsersAction[Parser]) -> None:
         )
         _rung(command)
         _found(command)
+
+
+def _faults(text: str) -> list[str]:
+    chosen = [fault(part) for part in text.split(",")]
+    for name in chosen:
+        if name not in graph_faults.chosen():
+            raise argparse.ArgumentTypeError(f"{name} is no fault of graphs, padding or rows")
+    return chosen
 
 
 def _numbers(text: str) -> list[int]:

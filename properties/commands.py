@@ -13,7 +13,7 @@ from typing import Any
 import attrs
 
 from engine.trace import Workload, load
-from properties import experiments
+from properties import coverage_table, experiments, graph_faults
 from properties.checks import Finding
 from properties.faults import CATALOGUE
 from properties.finds import check_folder, keep, replay_command
@@ -93,6 +93,11 @@ def shrink_file(options: Options) -> int:
 
 
 def coverage(options: Options) -> int:
+    if options.table:
+        return _coverage_table(options)
+    missing = [f"--{name}" for name in ("requests", "lengths", "rows") if getattr(options, name) is None]
+    if missing:
+        raise Misuse(f"the following arguments are required: {', '.join(missing)}")
     workload = experiments.coverage_workload(
         options.rows,
         options.requests,
@@ -102,6 +107,49 @@ def coverage(options: Options) -> int:
         persistent_batch=options.persistent_batch,
     )
     return _experiment(options, experiments.coverage(workload, make_rung=RUNGS[options.rung or "ledger"]), None)
+
+
+def _coverage_table(options: Options) -> int:
+    """Every line of the published table; written down too where ``--output`` names a file."""
+    given = [f"--{name}" for name in ("requests", "lengths", "rows", "rung") if getattr(options, name) is not None]
+    if given:
+        raise Misuse(f"--table has lines of its own, so {', '.join(given)} cannot be chosen")
+    listed = []
+    for line in coverage_table.lines():
+        listed.append(line)
+        _progress(f"{line.rows} rows, {len(listed)} lines", done=False)
+    _progress(f"{len(listed)} lines", done=True)
+    complaints = coverage_table.complaints(listed)
+    if options.json:
+        _print_json(
+            {"holds": not complaints, "complaints": complaints, "lines": [attrs.asdict(line) for line in listed]}
+        )
+    else:
+        print(coverage_table.page(listed), end="")
+        print("\n".join(complaints) + ("\n" if complaints else ""), end="")
+    if options.output is not None:
+        options.output.write_text(coverage_table.page(listed), encoding="utf-8")
+    return VIOLATED if complaints else HOLDS
+
+
+def graph_faults_command(options: Options) -> int:
+    """Hunts the faults of recorded graphs, or the chosen ones, on each rung; the table is printed at the end."""
+    listed = []
+    for line in graph_faults.hunts(options.only or graph_faults.chosen()):
+        listed.append(line)
+        _progress(f"{line.fault} on {line.rung}, {len(listed)} hunts", done=False)
+    _progress(f"{len(listed)} hunts", done=True)
+    complaints = graph_faults.complaints(listed)
+    if options.json:
+        _print_json(
+            {"holds": not complaints, "complaints": complaints, "hunts": [attrs.asdict(line) for line in listed]}
+        )
+    else:
+        print(graph_faults.page(listed), end="")
+        print("\n".join(complaints) + ("\n" if complaints else ""), end="")
+    if options.output is not None:
+        options.output.write_text(graph_faults.page(listed), encoding="utf-8")
+    return VIOLATED if complaints else HOLDS
 
 
 def soak(options: Options) -> int:

@@ -153,6 +153,7 @@ def plot(arms: Sequence[ArmRun], path: Path) -> None:
                 axis.plot(rates, values, style, marker="o", color=f"C{number}", label=f"{arm.name} {quantile}")
     for axis, title in zip(axes, ("inter-token latency, ms", "time to first token, ms"), strict=True):
         axis.set_xlabel("requests per second")
+        axis.set_xticks([paced.rate for paced in arms[0].paced], [f"{paced.rate:g}" for paced in arms[0].paced])
         axis.set_ylabel(title)
         axis.set_ylim(bottom=0)
         axis.grid(alpha=0.3)
