@@ -93,7 +93,8 @@ class Submit:
 
     ``max_tokens`` None asks for the most that the limits allow. ``temperature`` 0 is greedy. ``stop_text`` k makes stop
     strings of the request's own text around the k-th generated token (from 1), ``include_stop`` has the match told.
-    ``client`` says how the answer is read, where there are clients: see ``CLIENTS``.
+    ``client`` says how the answer is read, where there are clients: see ``CLIENTS``. Without ``takes_hits`` every position is
+    computed (rule 11), as for prompt logprobs.
     """
 
     wait: int
@@ -109,6 +110,7 @@ class Submit:
     stop_text: int | None = None
     include_stop: bool = False
     client: str = "streams"
+    takes_hits: bool = True
 
     def __post_init__(self) -> None:
         _number(self.wait, "wait", 0)
@@ -121,8 +123,9 @@ class Submit:
             _number(self.stop_at, "submit.stop_at", 1)
         if self.stop_text is not None:
             _number(self.stop_text, "submit.stop_text", 1)
-        if not isinstance(self.include_stop, bool):
-            raise FormatError(f"submit.include_stop is {self.include_stop!r}, but must be true or false")
+        for name in ("include_stop", "takes_hits"):
+            if not isinstance(getattr(self, name), bool):
+                raise FormatError(f"submit.{name} is {getattr(self, name)!r}, but must be true or false")
         if self.client not in CLIENTS:
             raise FormatError(f"submit.client is {self.client!r}, but must be one of {', '.join(CLIENTS)}")
         _number(self.priority, "submit.priority", -MAX_TOTAL)

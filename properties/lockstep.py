@@ -193,6 +193,7 @@ class Lockstep:
                 min_tokens=event.min_tokens,
                 n=event.n,
                 salt=event.salt or None,
+                takes_hits=event.takes_hits,
                 stop_after=script.after,
             )
             for at, request in enumerate(theirs):

@@ -125,6 +125,7 @@ class EngineRung:
             stop_ids=stop_ids,
             min_tokens=event.min_tokens,
             salt=event.salt or None,
+            takes_hits=event.takes_hits,
             payloads=self.payloads(event, stop_ids),
             texts=texts if stops else (),
         )

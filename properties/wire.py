@@ -232,6 +232,7 @@ def _params(event: Submit, stop_ids: frozenset[int], stops: tuple[str, ...]) -> 
             include_stop_str_in_output=event.include_stop,
             seed=0,
             n=event.n,
+            prompt_logprobs=None if event.takes_hits else 0,
         )
     except InvalidRequest:
         return None

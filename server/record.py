@@ -127,7 +127,15 @@ class Recorder:
         """``requests`` are the ids given out, or None when the door refused all ``n``."""
         prompt = self._streams.pieces(submission.prompt)
         salt = self._salt(submission.salt)
-        event = Submit(0, prompt, submission.max_tokens, priority=submission.priority, salt=salt, n=n)
+        event = Submit(
+            0,
+            prompt,
+            submission.max_tokens,
+            priority=submission.priority,
+            salt=salt,
+            n=n,
+            takes_hits=submission.takes_hits,
+        )
         with self._lock:
             if requests is None:
                 self._add(event)

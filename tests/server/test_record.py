@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+import itertools
 import random
+from collections import Counter
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -12,7 +14,7 @@ import attrs
 import pytest
 
 from engine.digest import digest
-from engine.trace import Abort, FailStep, Submit, Workload, load, prompt_tokens, save
+from engine.trace import Abort, FailStep, Submit, Workload, dumps, load, loads, prompt_tokens, save
 from properties.__main__ import main
 from properties.faults import armed
 from properties.lockstep import run
@@ -90,6 +92,126 @@ def replayed(workload: Workload) -> list[str]:
     outcome = run(workload)
     assert outcome.findings == ()
     return [digest(step.record) for step in outcome.steps if step.record is not None]
+
+
+def mixed(draw: random.Random, number: int, shared: list[int]) -> tuple[str, Any]:
+    """One request of the mixed crowd. Prompts begin alike and end unlike: where a rung computes its own tokens, equal prompts
+    would have equal answers, which the live engine's seeds keep apart; so several choices are kept shorter than a block."""
+    marker = [3 + number // 80, 3 + number % 80]
+    prompt = [*shared[: draw.randint(0, 12)], *marker, *(draw.randrange(3, 90) for _ in range(draw.randint(0, 9)))]
+    body: dict[str, Any] = {
+        "max_tokens": draw.randint(1, 12),
+        "stream": number % 2 == 0,
+        "priority": draw.randint(-1, 1),
+    }
+    if number % 5 == 0:
+        body |= {"n": draw.randint(2, 3), "max_tokens": draw.randint(1, 4)}
+        prompt = [*prompt, 7, 8, 9][: len(prompt) // 4 * 4 + 4] if len(prompt) % 4 else prompt
+        prompt += [7] * (-len(prompt) % 4)
+    if number % 3 == 0:
+        body |= {"temperature": 0.8, "seed": number}
+    if number % 7 == 1:
+        body |= {"stop_token_ids": [draw.randrange(3, 93) for _ in range(20)], "min_tokens": draw.randint(0, 1)}
+    if number % 7 == 2:
+        body["stop"] = ["a", "q", "1"]
+    if number % 7 == 3:
+        body |= {"echo": True, "logprobs": 1} if number % 2 else {"prompt_logprobs": 0, "stream": False}
+    if number % 11 == 4:
+        body["cache_salt"] = draw.choice(["one", "two"])
+    if number % 23 == 5:
+        prompt = [5] * 47  # the door says no
+    if number % 29 == 6:
+        return "/v1/completions", {"prompt": prompt, "temperature": "hot"}
+    if number % 13 == 7:
+        body = {
+            "sampling_params": {"max_new_tokens": draw.randint(1, 9)},
+            "input_ids": prompt,
+            "stream": body["stream"],
+        }
+        return "/generate", body
+    return "/v1/completions", {"prompt": prompt, **body}
+
+
+async def mixed_run(requests: int) -> tuple[Workload, World, Counter[int]]:
+    """The same run every time: a submit is waited for, so that no thread's timing decides an order."""
+    draw = random.Random(29)
+    runner = StubRunner()
+    world = World(runner, num_blocks=18, max_waiting=12)
+    recorder = world.engine.tap = Recorder(world.engine.limits, Path("unused"))
+    shared = [draw.randrange(3, 90) for _ in range(12)]
+    exchanges: list[Any] = []
+    for number in range(requests):
+        path, body = mixed(draw, number, shared)
+        opened, exchange = set(world.bridge._open), world.post(path, body)
+        await world.until(lambda before=opened, one=exchange: bool(world.bridge._open - before) or one.task.done())
+        exchanges.append(exchange)
+        if number % 40 == 20:
+            runner.fail_at.add(world.engine.scheduler.iteration + 1)
+        await world.step(draw.randint(0, 4))
+        if number % 6 == 1:
+            exchanges[-draw.randint(1, min(3, len(exchanges)))].leave()
+    await world.run(*exchanges)
+    await world.step(3)
+    return recorder.workload(), world, Counter(exchange.status for exchange in exchanges)
+
+
+@pytest.fixture(scope="module")
+def two_hundred() -> tuple[Workload, World, Counter[int]]:
+    return asyncio.run(mixed_run(200))
+
+
+def test_two_hundred_mixed_requests_hold_everything(
+    two_hundred: tuple[Workload, World, Counter[int]], capsys: pytest.CaptureFixture[str]
+) -> None:
+    workload, world, statuses = two_hundred
+    submits = [event for event in workload.events if isinstance(event, Submit)]
+    counters = world.engine.counters
+    assert len(submits) > 170
+    with capsys.disabled():
+        print(
+            f"\n{len(submits)} submits, statuses {dict(statuses)}, {counters.preemptions} preemptions, "
+            f"{counters.prefix_hit_tokens} prefix hit tokens, {len(workload.digests)} iterations"
+        )
+    assert {200, 400} <= set(statuses)
+    assert counters.preemptions > 0
+    assert counters.prefix_hit_tokens > 50
+    assert sum(isinstance(event, Abort) for event in workload.events) > 5
+    assert any(isinstance(event, FailStep) for event in workload.events)
+    assert sum(not event.takes_hits for event in submits) > 5
+    assert sum(event.stop_at is not None for event in submits) > 5
+    assert {event.priority for event in submits} == {-1, 0, 1}
+    assert {"", "t1"} <= {event.salt for event in submits}
+    assert any(first == second for first, second in itertools.pairwise(event.prompt for event in submits))  # choices
+    assert load_again(workload) == workload
+
+
+def load_again(workload: Workload) -> Workload:
+    return loads(dumps(workload))
+
+
+@pytest.mark.parametrize("rung", ["ledger", "rows", pytest.param("tiny", marks=pytest.mark.timeout(600))])
+def test_two_hundred_mixed_requests_replay_with_every_digest(
+    two_hundred: tuple[Workload, World, Counter[int]], rung: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    workload = two_hundred[0]
+    outcome = run(workload, make_rung=RUNGS[rung])
+    assert outcome.findings == ()
+    met = [digest(step.record) for step in outcome.steps if step.record is not None]
+    assert met == list(workload.digests)
+    with capsys.disabled():
+        print(f"\n{rung}: {len(workload.events)} events, {len(met)} iterations, every digest met")
+
+
+def test_a_fault_in_two_hundred_requests_is_found_and_shrunk(
+    two_hundred: tuple[Workload, World, Counter[int]], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path, small = tmp_path / "run.json", tmp_path / "small.json"
+    save(two_hundred[0], path)
+    assert main(["replay", str(path), "--arm", "P01"]) == 1
+    assert main(["shrink", str(path), "--arm", "P01", "--output", str(small)]) == 1
+    assert len(load(small).events) < 10
+    with capsys.disabled():
+        print(f"\nP01: {len(two_hundred[0].events)} events shrunk to {len(load(small).events)}")
 
 
 @pytest.mark.parametrize("seed", range(6))
