@@ -9,7 +9,7 @@ MINUTES ?= 10
 PYTEST := OMP_NUM_THREADS=1 $(PY) -m pytest -n auto --dist worksteal --durations=10
 
 .DEFAULT_GOAL := help
-.PHONY: help setup serve test full hunt bench peers check readme lock clean
+.PHONY: help setup serve test full hunt bench peers check readme clients lock clean
 
 help:  ## this list
 	@awk -F ':.*## ' '/^[a-z]+:.*## / {printf "make %-7s %s\n", $$1, $$2}' Makefile
@@ -41,9 +41,12 @@ check: setup  ## lint, formatting, types and import contracts
 readme: setup  ## run the commands of README.md
 	@$(PY) ci/readme_commands.py
 
+clients: setup  ## install the clients of other projects that tests/clients drives, apart from .venv
+	@sh ci/clients.sh
+
 lock: setup  ## write ci/constraints.txt anew (ARGS=--upgrade for newest versions)
 	@sh ci/lock.sh $(ARGS)
 
 clean:  ## remove .venv and every cache; found workloads stay
-	rm -rf .venv .setup.lock .pytest_cache .mypy_cache .ruff_cache .import_linter_cache .hypothesis build dist
+	rm -rf .venv .clients .setup.lock .pytest_cache .mypy_cache .ruff_cache .import_linter_cache .hypothesis build dist
 	find . -name __pycache__ -type d -not -path './.git/*' -prune -exec rm -rf {} +

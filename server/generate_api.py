@@ -10,7 +10,7 @@ from starlette.types import Send
 
 from server.answer import Answer
 from server.context import Context, context_of
-from server.documents import STREAMED
+from server.documents import GENERATE
 from server.errors import ApiError
 from server.generate_shape import GenerateShape
 from server.logprobs import Namer
@@ -22,7 +22,7 @@ from server.strict_json import JsonRoute
 router = APIRouter(route_class=JsonRoute, tags=["native"])
 
 
-@router.post("/generate", responses=STREAMED, response_class=Response)
+@router.post("/generate", responses=GENERATE, response_class=Response)
 async def generate(body: GenerateBody, request: Request) -> Response:
     """Continues text or token ids and reports what the engine did for it."""
     context = context_of(request)

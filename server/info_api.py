@@ -12,15 +12,21 @@ from prometheus_client import CONTENT_TYPE_LATEST
 from engine import __version__
 from server.bridge import Phase
 from server.context import TORCH, Context, context_of
-from server.documents import ERRORS
+from server.documents import ANY_OBJECT, COUNT, LOOK, READ, answers, describe, fields
 from server.errors import ApiError
 from server.facts import REQUEST_LIMITS, promises, readings
 from server.prompts import need_tokenizer, read_messages, read_prompts
 from server.schemas import DetokenizeBody, TokenizeBody
 from server.strict_json import JsonRoute, dumps
 
-router = APIRouter(tags=["server"], responses=ERRORS)
-json_router = APIRouter(route_class=JsonRoute, tags=["server"], responses=ERRORS)
+router = APIRouter(tags=["server"])
+json_router = APIRouter(route_class=JsonRoute, tags=["server"])
+
+_CARD = fields("created root", id={"type": "string"}, object={"const": "model"}, max_model_len=COUNT)
+_CARDS = {"type": "array", "items": _CARD, "minItems": 1}
+_TOKENS = answers(fields(tokens={"type": "array", "items": COUNT}, count=COUNT, max_model_len=COUNT), *READ)
+_TEXT = answers(fields(prompt={"type": "string"}, text={"type": "string"}), *READ)
+_EXPOSITION = {**ANY_OBJECT, 200: {"description": "Prometheus' text format.", "content": {"text/plain": {}}}}
 
 
 def _json(body: Any) -> Response:
@@ -28,7 +34,7 @@ def _json(body: Any) -> Response:
 
 
 @router.head("/health", include_in_schema=False)
-@router.get("/health", response_class=Response)
+@router.get("/health", responses=ANY_OBJECT, response_class=Response)
 async def health(request: Request) -> Response:
     """200 while the engine's loop is alive: 503 while it loads, when it has stopped, and when an iteration is stuck."""
     context = context_of(request)
@@ -45,7 +51,7 @@ async def health(request: Request) -> Response:
 
 
 @router.head("/ready", include_in_schema=False)
-@router.get("/ready", response_class=Response)
+@router.get("/ready", responses=ANY_OBJECT, response_class=Response)
 async def ready(request: Request) -> Response:
     """200 when new requests are taken: 503 also while shutting down."""
     if (refusal := context_of(request).bridge.refusal()) is not None:
@@ -56,27 +62,31 @@ async def ready(request: Request) -> Response:
 @router.get("/openapi.json", include_in_schema=False)
 async def document(request: Request) -> Response:
     """Made on first demand, off the event loop: it takes half a second."""
-    return _json(await context_of(request).desk.run(request.app.openapi))
+    context = context_of(request)
+    generic = await context.desk.run(request.app.openapi)
+    if context.bridge.refusal() is not None:
+        return _json(describe(generic, (), None))
+    return _json(describe(generic, context.names, context.bridge.engine.limits))
 
 
-@router.get("/version", response_class=Response)
+@router.get("/version", responses=ANY_OBJECT, response_class=Response)
 async def version() -> Response:
     return _json({"version": __version__})
 
 
 @router.head("/metrics", include_in_schema=False)
-@router.get("/metrics", response_class=Response)
+@router.get("/metrics", responses=_EXPOSITION, response_class=Response)
 async def metrics(request: Request) -> Response:
     return Response(context_of(request).metrics.exposition(), media_type=CONTENT_TYPE_LATEST)
 
 
-@router.get("/v1/models", response_class=Response)
+@router.get("/v1/models", responses=answers(fields(data=_CARDS), *LOOK), response_class=Response)
 async def models(request: Request) -> Response:
     context = context_of(request)
     return _json({"object": "list", "data": [_card(context, name) for name in context.names]})
 
 
-@router.get("/v1/models/{name:path}", response_class=Response)
+@router.get("/v1/models/{name:path}", responses=answers(_CARD, 404, *LOOK), response_class=Response)
 async def model(name: str, request: Request) -> Response:
     context = context_of(request)
     return _json(_card(context, context.model_name(name)))
@@ -94,7 +104,7 @@ def _card(context: Context, name: str) -> dict[str, Any]:
     }
 
 
-@router.get("/server_info", response_class=Response)
+@router.get("/server_info", responses=ANY_OBJECT, response_class=Response)
 async def server_info(request: Request) -> Response:
     """What equal bytes depend on (version, model, device, compute path), what was decided at start, totals so far."""
     context = context_of(request)
@@ -119,7 +129,7 @@ def _promises(context: Context) -> dict[str, Any]:
     return {"served_model_name": list(context.names), "request_limits": limits, **promises(context.bridge.engine)}
 
 
-@router.get("/model_info", response_class=Response)
+@router.get("/model_info", responses=ANY_OBJECT, response_class=Response)
 async def model_info(request: Request) -> Response:
     """The short description that routers ask for."""
     context = context_of(request)
@@ -136,7 +146,7 @@ async def model_info(request: Request) -> Response:
     )
 
 
-@router.get("/tokenizer_info", response_class=Response)
+@router.get("/tokenizer_info", responses=ANY_OBJECT, response_class=Response)
 async def tokenizer_info(request: Request) -> Response:
     loaded = context_of(request).model
     tokenizer = need_tokenizer(loaded, "tokenizer")
@@ -155,7 +165,7 @@ async def tokenizer_info(request: Request) -> Response:
     )
 
 
-@json_router.post("/tokenize", response_class=Response)
+@json_router.post("/tokenize", responses=_TOKENS, response_class=Response)
 async def tokenize(body: TokenizeBody, request: Request) -> Response:
     """Token ids of a prompt or of a rendered conversation."""
     context = context_of(request)
@@ -185,7 +195,7 @@ def _tokenize(body: TokenizeBody, context: Context) -> list[int]:
     return list(prompt.ids)
 
 
-@json_router.post("/detokenize", response_class=Response)
+@json_router.post("/detokenize", responses=_TEXT, response_class=Response)
 async def detokenize(body: DetokenizeBody, request: Request) -> Response:
     """Text of token ids, under vLLM's name (``prompt``) and SGLang's (``text``)."""
     context = context_of(request)

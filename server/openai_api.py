@@ -11,7 +11,7 @@ from starlette.types import Send
 from engine.request import SamplingParams
 from server.answer import Answer, refuse_stream_options
 from server.context import Context, context_of
-from server.documents import STREAMED
+from server.documents import CHAT, COMPLETION
 from server.errors import ApiError
 from server.logprobs import Namer
 from server.params import of_chat, of_completion
@@ -23,7 +23,7 @@ from server.strict_json import JsonRoute
 router = APIRouter(route_class=JsonRoute, tags=["OpenAI"])
 
 
-@router.post("/v1/completions", responses=STREAMED, response_class=Response)
+@router.post("/v1/completions", responses=COMPLETION, response_class=Response)
 async def completions(body: CompletionBody, request: Request) -> Response:
     """Continues a prompt: text, token ids, or a list of either."""
     context = context_of(request)
@@ -54,7 +54,7 @@ async def completions(body: CompletionBody, request: Request) -> Response:
     return Answer(work)
 
 
-@router.post("/v1/chat/completions", responses=STREAMED, response_class=Response)
+@router.post("/v1/chat/completions", responses=CHAT, response_class=Response)
 async def chat(body: ChatBody, request: Request) -> Response:
     """Answers a conversation through the model's chat template."""
     context = context_of(request)

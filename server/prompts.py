@@ -20,9 +20,8 @@ from engine.request import SamplingParams
 from engine.text.stream import TextStream
 from server.errors import ApiError, brief
 from server.live import Choice
-from server.schemas import Message
+from server.schemas import MAX_PROMPTS, Message
 
-MAX_PROMPTS = 1024
 LONG_BODY = 2**16  # bytes; tokenising more takes tens of milliseconds
 _RESERVED = frozenset({"messages", "tools", "add_generation_prompt", "documents"})
 _ROLES = {"developer": "system"}  # OpenAI's newer name; templates know the older one

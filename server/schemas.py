@@ -22,6 +22,7 @@ from engine.request import (
 )
 
 MAX_MESSAGES = 4096
+MAX_PROMPTS = 1024
 MAX_PARTS = 1024
 MAX_STOP_IDS = 1024
 INT32 = 2**31 - 1
@@ -40,28 +41,39 @@ Salt = Annotated[
         description="The prefix cache is shared only among requests of one salt; a secret one keeps others from guessing.",
     ),
 ]
+_NULL = {"type": "null"}
+_TEXT = {"type": "string", "minLength": 1}
+_IDS = {"type": "array", "items": {"type": "integer", "minimum": 0}, "minItems": 1}
+_TEXTS = [_TEXT, {"type": "array", "items": _TEXT, "minItems": 1, "maxItems": MAX_PROMPTS}]
+_ID_LISTS = [_IDS, {"type": "array", "items": _IDS, "minItems": 1, "maxItems": MAX_PROMPTS}]
 Prompt = Annotated[
     Any,
     Field(
         description="Text, token ids, or a list of either.",
-        json_schema_extra={
-            "anyOf": [
-                {"type": "string"},
-                {"type": "array", "items": {"type": "string"}, "minItems": 1},
-                {"type": "array", "items": {"type": "integer", "minimum": 0}, "minItems": 1},
-                {
-                    "type": "array",
-                    "items": {"type": "array", "items": {"type": "integer"}, "minItems": 1},
-                    "minItems": 1,
-                },
-            ]
-        },
+        json_schema_extra={"anyOf": [*_TEXTS, *_ID_LISTS]},
+        examples=["The capital of France is", ["One prompt", "another"], [1, 72, 105]],
     ),
 ]
 
 
 class Body(BaseModel):
     model_config = ConfigDict(strict=True, extra="allow", allow_inf_nan=False)
+
+
+def _shown(*examples: dict[str, Any], **schema: Any) -> ConfigDict:
+    """The settings of ``Body`` for a body whose schema holds ``examples``, and what ``schema`` says beside."""
+    return ConfigDict(**Body.model_config, json_schema_extra={**schema, "examples": list(examples)})
+
+
+def _one_of(one: str, other: str) -> dict[str, Any]:
+    """What a schema says about two fields of which exactly one must be given."""
+    given = {"not": _NULL}
+    return {
+        "oneOf": [
+            {"required": [this], "properties": {this: given, that: _NULL}}
+            for this, that in ((one, other), (other, one))
+        ]
+    }
 
 
 class Sampling(Body):
@@ -133,6 +145,18 @@ class OpenAIBody(Sampling):
 
 
 class CompletionBody(OpenAIBody):
+    model_config = _shown(
+        {"prompt": "The capital of France is", "max_tokens": 8, "temperature": 0},
+        {"prompt": ["One prompt", "another"], "max_tokens": 4, "n": 2, "seed": 7, "logprobs": 2, "echo": True},
+        {
+            "prompt": "A stream",
+            "max_tokens": 4,
+            "stop": ["\n"],
+            "stream": True,
+            "stream_options": {"include_usage": True},
+        },
+    )
+
     prompt: Prompt
     logprobs: Annotated[int, Field(ge=0, le=MAX_LOGPROBS)] | None = None
     echo: (
@@ -147,16 +171,43 @@ class CompletionBody(OpenAIBody):
     ) = None
 
 
+_PART = {
+    "type": "object",
+    "required": ["type", "text"],
+    "properties": {"type": {"const": "text"}, "text": {"type": "string"}},
+}
+_PARTS = {"type": "array", "items": _PART, "minItems": 1, "maxItems": MAX_PARTS}
+
+
 class Message(Body):
     """``content``: text, or text parts, which are joined by a newline. The spelling of a control token in it stays text,
     unless ``parse_special`` asks for the token: a user cannot begin a turn of somebody else."""
 
-    role: Literal["system", "developer", "user", "assistant", "tool", "function"]
-    content: str | Annotated[list[dict[str, Any]], Field(max_length=MAX_PARTS)] | None = None
+    model_config = ConfigDict(**Body.model_config, json_schema_extra={"required": ["role", "content"]})
+
+    role: Annotated[
+        Literal["system", "developer", "user", "assistant", "tool", "function"],
+        Field(json_schema_extra={"enum": ["system", "developer", "user", "assistant"]}),  # the others: a 400 in words
+    ]
+    content: Annotated[
+        str | Annotated[list[dict[str, Any]], Field(max_length=MAX_PARTS)] | None,
+        Field(json_schema_extra={"anyOf": [{"type": "string"}, _PARTS]}),
+    ] = None
     name: Annotated[str, Field(max_length=256)] | None = None
 
 
 class ChatBody(OpenAIBody):
+    model_config = _shown(
+        {"messages": [{"role": "user", "content": "What is the capital of France?"}], "max_completion_tokens": 8},
+        {
+            "messages": [{"role": "system", "content": "Be brief."}, {"role": "user", "content": "Hello"}],
+            "max_completion_tokens": 4,
+            "logprobs": True,
+            "top_logprobs": 2,
+            "stream": True,
+        },
+    )
+
     messages: Annotated[list[Message], Field(min_length=1, max_length=MAX_MESSAGES)]
     max_completion_tokens: Count | None = None
     logprobs: bool | None = None
@@ -176,8 +227,14 @@ class GenerateSampling(Sampling):
 class GenerateBody(Body):
     """SGLang's native request: exactly one of ``text`` and ``input_ids``."""
 
-    text: Annotated[Any, Field(json_schema_extra={"anyOf": [{"type": "string"}, {"type": "array"}]})] = None
-    input_ids: Annotated[Any, Field(json_schema_extra={"type": "array"})] = None
+    model_config = _shown(
+        {"text": "The capital of France is", "sampling_params": {"max_new_tokens": 8, "temperature": 0}},
+        {"input_ids": [1, 72, 105], "sampling_params": {"max_new_tokens": 4}, "return_logprob": True},
+        **_one_of("text", "input_ids"),
+    )
+
+    text: Annotated[Any, Field(json_schema_extra={"anyOf": [*_TEXTS, _NULL]})] = None
+    input_ids: Annotated[Any, Field(json_schema_extra={"anyOf": [*_ID_LISTS, _NULL]})] = None
     sampling_params: GenerateSampling | None = None
     model: str | None = None
     stream: bool | None = None
@@ -201,6 +258,14 @@ class GenerateBody(Body):
 
 
 class TokenizeBody(Body):
+    """Exactly one of ``prompt`` and ``messages``."""
+
+    model_config = _shown(
+        {"prompt": "The capital of France is", "return_token_strs": True},
+        {"messages": [{"role": "user", "content": "Hello"}]},
+        **_one_of("prompt", "messages"),
+    )
+
     model: str | None = None
     prompt: str | None = None
     messages: Annotated[list[Message], Field(min_length=1, max_length=MAX_MESSAGES)] | None = None
@@ -211,6 +276,8 @@ class TokenizeBody(Body):
 
 
 class DetokenizeBody(Body):
+    model_config = _shown({"tokens": [1, 72, 105]})
+
     model: str | None = None
-    tokens: Annotated[list[int], Field(max_length=2**20, fail_fast=True)]
+    tokens: Annotated[list[Annotated[int, Field(ge=0, le=INT32)]], Field(max_length=2**20, fail_fast=True)]
     skip_special_tokens: bool | None = None

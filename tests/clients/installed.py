@@ -24,7 +24,9 @@ needs_clients = pytest.mark.skipif(
 )
 
 
-def run(command: Sequence[str | Path], folder: Path, **more: str) -> subprocess.CompletedProcess[str]:
+def run(
+    command: Sequence[str | Path], folder: Path, *, seconds: float = 280, **more: str
+) -> subprocess.CompletedProcess[str]:
     """In ``ROOT``, with ``folder`` as home and nothing that leads out of this machine; never waits for ever."""
     kept = {name: value for name, value in os.environ.items() if not name.upper().endswith("_PROXY")}
     environment = {
@@ -47,7 +49,7 @@ def run(command: Sequence[str | Path], folder: Path, **more: str) -> subprocess.
         text=True,
         capture_output=True,
         check=False,
-        timeout=280,
+        timeout=seconds,
         stdin=subprocess.DEVNULL,
     )
 

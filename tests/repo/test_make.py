@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).parents[2]
-TARGETS = ("serve", "test", "full", "hunt", "bench", "check", "readme", "lock")
+TARGETS = ("serve", "test", "full", "hunt", "bench", "check", "readme", "clients", "lock")
 
 
 def dry_run(*arguments: str) -> str:
@@ -45,7 +45,7 @@ def test_gate_leaves_out_slow_tests_and_full_does_not() -> None:
     assert "not slow" not in dry_run("full")
 
 
-@pytest.mark.parametrize("script", [".ci/run", "ci/setup.sh", "ci/check.sh", "ci/lock.sh"])
+@pytest.mark.parametrize("script", [".ci/run", "ci/setup.sh", "ci/clients.sh", "ci/check.sh", "ci/lock.sh"])
 def test_script_is_executable_and_parses(script: str) -> None:
     path = ROOT / script
     assert os.access(path, os.X_OK)
@@ -56,7 +56,9 @@ def test_script_is_executable_and_parses(script: str) -> None:
 def test_ci_runs_every_stage_even_after_one_failed(tmp_path: Path) -> None:
     (tmp_path / ".ci").mkdir()
     (tmp_path / ".ci" / "run").write_text((ROOT / ".ci" / "run").read_text(encoding="utf-8"), encoding="utf-8")
-    (tmp_path / "Makefile").write_text("check:\n\t@exit 1\nreadme:\n\t@true\ntest:\n\t@echo '3 passed in 1s'\n")
+    (tmp_path / "Makefile").write_text(
+        "setup clients:\n\t@true\ncheck:\n\t@exit 1\nreadme:\n\t@true\ntest:\n\t@echo '3 passed in 1s'\n"
+    )
     (tmp_path / "apt-get").write_text("#!/bin/sh\nexit 1\n")  # a test installs nothing on the machine that it runs on
     (tmp_path / "apt-get").chmod(0o755)
     result = subprocess.run(
