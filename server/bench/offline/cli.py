@@ -83,7 +83,7 @@ def bench(
     asks = _lists(file, lists)
     files = files_of(model, peers.absolute() / "models")
     people = contestants(files, peers.absolute(), threads, with_peers=with_peers, http=http, only=only)
-    console, progress = Console(), _Progress()
+    console, progress = _console(), _Progress()
     prepare(files, progress.say)
     outcomes = list(_rounds(people, asks, settings, progress).values())
     rows = table.rows(outcomes, asks)
@@ -114,6 +114,12 @@ def bench(
     for failure in failed:
         console.print(f"failed: {failure}", markup=False, highlight=False, style="bold red")
     return 1 if failed else 0
+
+
+def _console() -> Console:
+    """Into a file or a pipe the table is as wide as it needs to be."""
+    console = Console()
+    return console if console.is_terminal else Console(width=170)
 
 
 def _lists(file: Path | None, names: Sequence[str]) -> Mapping[str, Sequence[Ask]]:

@@ -77,7 +77,8 @@ class Worker:
             env=environment(self._threads),
             start_new_session=True,
         )
-        threading.Thread(target=_read, args=(self._process, self._lines), daemon=True).start()
+        self._reader = threading.Thread(target=_read, args=(self._process, self._lines), daemon=True)
+        self._reader.start()
         self.facts = self._next(START_SECONDS)["ready"]
         self.start_seconds = time.perf_counter() - began
         self._signal(signal.SIGSTOP)
@@ -112,6 +113,11 @@ class Worker:
         if self._process is not None:
             self._signal(signal.SIGKILL)
             self._process.wait()
+            self._reader.join()
+            for pipe in (self._process.stdin, self._process.stdout):
+                if pipe is not None:
+                    with suppress(BrokenPipeError):
+                        pipe.close()
             self._process = None
         if self._log is not None:
             self._log.close()
