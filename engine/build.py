@@ -24,7 +24,8 @@ from engine.engine import Engine, Progress
 from engine.loading import load_model
 from engine.loading.model import LoadedModel
 from engine.native.build import BuildError
-from engine.native.runner import NativeRunner, cores, library
+from engine.native.machine import granted
+from engine.native.runner import NativeRunner, library, prepare
 from engine.native.weights import NativeWeights
 from engine.native.weights_cache import WeightsCache, weights_folder
 
@@ -52,11 +53,7 @@ def assemble(
 ) -> Engine:
     """An engine around a model that is loaded already; ``weights`` lets engines of one model share what was made of it."""
     if weights is None:
-        if progress is not None:
-            progress("preparing kernels", 0, 1)  # the first start on a machine compiles them, which takes seconds
-        compute = resolve_compute(config.compute, device, dtype)
-        if progress is not None:
-            progress("preparing kernels", 1, 1)
+        compute = resolve_compute(config.compute, device, dtype, progress)
     else:
         compute = _path_of(weights)
     if device == "cuda":
@@ -67,9 +64,8 @@ def assemble(
     limits = settle(config, model, device, kv_dtype, compute)
     runner: ModelRunner | NativeRunner | TritonRunner
     if compute == "native":
-        if config.threads is not None and config.threads > cores():
-            granted = f"{config.threads} threads were asked for, but this process may use {cores()} cores"
-            warnings.warn(f"{granted}; more threads than cores make every step slower", stacklevel=2)
+        if config.threads is not None and (shortage := granted().shortage(config.threads)):
+            warnings.warn(f"{shortage}; more threads than cores make every step slower", stacklevel=2)
         own = weights if isinstance(weights, NativeWeights) else None
         cache = resolve_weights_cache(config.weights_cache)
         runner = NativeRunner(
@@ -80,7 +76,11 @@ def assemble(
             weights=own,
             cache=cache,
             kv_dtype=kv_dtype,
+            integer=config.compute == "int8",
+            pin=config.pin_threads,
         )
+        if config.compute == "int8" and not runner.weights.integer:
+            raise ConfigError("compute", f"compute is int8, but {model.name} has no quantised layers that kernels know")
     elif compute == "triton":
         runner = TritonRunner(
             model,
@@ -132,8 +132,8 @@ def resolve_dtype(name: str, device: str) -> torch.dtype:
     return _DTYPES[name]
 
 
-def resolve_compute(name: str, device: str, dtype: torch.dtype) -> str:
-    """``native`` or ``torch``. Raises ``ConfigError`` where native kernels were asked for and cannot be had.
+def resolve_compute(name: str, device: str, dtype: torch.dtype, progress: Progress | None = None) -> str:
+    """``native`` (``int8`` is) or ``torch``. Raises ``ConfigError`` where native kernels were asked for and cannot be had.
 
     ``auto`` warns once when it falls back to torch for want of a working compiler.
     """
@@ -143,25 +143,19 @@ def resolve_compute(name: str, device: str, dtype: torch.dtype) -> str:
         return _resolve_triton(name, device)
     if device != "cpu" or dtype != torch.float32:
         raise ConfigError(
-            "compute", f"compute is native, but native kernels run on the CPU in float32, not on {device}"
+            "compute", f"compute is {name}, but native kernels run on the CPU in float32, not on {device}"
         )
     try:
+        prepare(progress)
         library()
     except BuildError as error:
-        if name == "native":
-            raise ConfigError("compute", f"compute is native, but {error}") from None
+        if name != "auto":
+            raise ConfigError("compute", f"compute is {name}, but {error}") from None
         warnings.warn(
             f"native kernels cannot be had, torch computes instead, several times slower: {error}", stacklevel=2
         )
         return "torch"
     return "native"
-
-
-def resolve_weights_cache(name: str) -> WeightsCache | None:
-    """Where packed weights are kept, if anywhere."""
-    if name == "off":
-        return None
-    return WeightsCache(weights_folder() if name == "auto" else Path(name).expanduser())
 
 
 def _resolve_triton(name: str, device: str) -> str:
@@ -192,6 +186,13 @@ def resolve_kv_dtype(name: str, dtype: torch.dtype, compute: str) -> torch.dtype
             "kv_dtype", f"kv_dtype is {name}, but must be {computed} or auto: only native kernels convert it"
         )
     return kv_dtype
+
+
+def resolve_weights_cache(name: str) -> WeightsCache | None:
+    """Where packed weights are kept, if anywhere."""
+    if name == "off":
+        return None
+    return WeightsCache(weights_folder() if name == "auto" else Path(name).expanduser())
 
 
 def settle(

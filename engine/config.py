@@ -11,7 +11,7 @@ import attrs
 DEVICES = ("auto", "cpu", "cuda")
 DTYPES = ("auto", "float32", "bfloat16", "float16")
 KV_DTYPES = ("auto", "float32", "bfloat16")
-COMPUTES = ("auto", "native", "torch", "triton")
+COMPUTES = ("auto", "native", "int8", "torch", "triton")
 
 
 class ConfigError(ValueError):
@@ -28,6 +28,7 @@ class EngineConfig:
 
     ``model``: a folder, a .gguf file or a hub id; ``None`` is the small model that is installed beside the engine.
     ``compute``: whose kernels; ``auto`` is native on a CPU with a C++ compiler, else torch. The two give different bytes.
+    ``int8`` is native with activations rounded to 8 bits before quantised weights: faster, and less exact.
     ``triton`` is for a GPU, and what ``auto`` takes there.
     ``batch_invariant``: a request's bytes depend on nobody else; Triton's kernels on a GPU can do without, and are faster then.
     ``kv_dtype``: of keys and values in the pool; ``auto`` is what is computed in, bfloat16 halves the pool on native kernels.
@@ -36,6 +37,7 @@ class EngineConfig:
     ``capture_rows`` x ``capture_widths`` (rows x blocks) are the recorded shapes; ``None`` covers every decode step.
     ``capture_max_len``: tokens of the longest context to record graphs for; ``None`` is the longest that can occur.
     ``capture_memory``: MiB that graphs may hold; ``None`` suits the device. ``max_captures``: how many there may be.
+    ``pin_threads``: helper threads stay on their cores where the process may use exactly as many.
     ``weights_cache``: where packed weights are kept for the next start; ``auto`` is the user's cache, ``off`` nowhere.
     ``seed``: makes the seeds of requests that bring none a function of their arrival number; ``None`` draws them.
     """
@@ -44,9 +46,9 @@ class EngineConfig:
     device: str = "auto"
     dtype: str = "auto"
     compute: str = "auto"
+    kv_dtype: str = "auto"
     block_size: int = 16
     num_kv_blocks: int | None = None
-    kv_dtype: str = "auto"
     max_num_seqs: int = 16
     max_num_batched_tokens: int = 512
     max_model_len: int | None = None
@@ -62,6 +64,7 @@ class EngineConfig:
     enable_prefix_caching: bool = True
     batch_invariant: bool = True
     threads: int | None = None
+    pin_threads: bool = True
     weights_cache: str = "auto"
     seed: int | None = None
 

@@ -47,7 +47,9 @@ class Options:
     compute: Annotated[
         str,
         _flag(
-            _MODEL, "auto, native, triton or torch kernels; native ones are built once by the system's C++ compiler."
+            _MODEL,
+            "auto, native, int8, triton or torch kernels; native ones are built once by the system's C++ compiler, int8 are native "
+            "ones that round activations to 8 bits: faster, and less exact.",
         ),
     ] = "auto"
     kv_dtype: Annotated[
@@ -63,6 +65,9 @@ class Options:
         ),
     ] = True
     threads: Annotated[int | None, _flag(_MODEL, "CPU threads of the kernels; by default one per core.")] = None
+    pin_threads: Annotated[
+        bool, _flag(_MODEL, "Keep threads on their cores, where there is one for each and no quota (native kernels).")
+    ] = True
     weights_cache: Annotated[
         str,
         _flag(

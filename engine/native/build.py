@@ -15,10 +15,10 @@ import stat
 import subprocess
 import tempfile
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
-SOURCES = ("kernels.cpp", "attention.h", "product.h", "pool.h", "simd.h", "checksum.h", "sampling.h")
+SOURCES = ("kernels.cpp", "attention.h", "product.h", "pool.h", "simd.h", "checksum.h", "integer.h", "sampling.h")
 COMPILERS = ("c++", "g++", "clang++")
 FLAGS = ("-std=c++17", "-O3", "-ffp-contract=off", "-fPIC", "-shared", "-pthread")
 TARGET = ("-march=native",)
@@ -53,12 +53,17 @@ def cache_folder() -> Path:
 
 
 def built(
-    *, folder: Path | None = None, cache: Path | None = None, target: Sequence[str] = TARGET, extra: Sequence[str] = ()
+    *,
+    folder: Path | None = None,
+    cache: Path | None = None,
+    target: Sequence[str] = TARGET,
+    extra: Sequence[str] = (),
+    announce: Callable[[], None] | None = None,
 ) -> Path:
     """The shared object for this machine, compiled now unless it is in ``cache`` already.
 
     ``folder`` holds the sources; ``target`` are the flags that choose the processor, ``extra`` come after all others.
-    Raises ``BuildError``.
+    ``announce`` is called before the compiler. Raises ``BuildError``.
     """
     folder = folder or Path(__file__).parent
     compiler = find_compiler()
@@ -73,6 +78,8 @@ def built(
     if place.exists() and not foreign(place):
         return place
     _sweep(place.parent)
+    if announce is not None:
+        announce()
     _compile(compiler, flags, folder, place)
     return place
 
@@ -102,18 +109,49 @@ def _compile(compiler: str, flags: Sequence[str], folder: Path, place: Path) -> 
     os.close(handle)
     half = Path(name)
     try:
-        command = [compiler, *flags, str(folder / SOURCES[0]), "-o", str(half)]
-        try:
-            result = subprocess.run(command, capture_output=True, text=True, timeout=_TIMEOUT, check=False)
-        except (OSError, subprocess.TimeoutExpired) as error:
-            raise BuildError(f"{compiler} did not run: {error}") from None
-        if result.returncode != 0:
-            lines = [line for line in result.stderr.splitlines() if "error" in line] or result.stderr.splitlines()
-            raise BuildError(f"{compiler} failed with status {result.returncode}: {(lines or ['no message'])[0]}")
+        status, errors = _run([compiler, *flags, str(folder / SOURCES[0]), "-o", str(half)])
+        if status != 0:
+            lines = [line for line in errors.splitlines() if "error" in line] or errors.splitlines()
+            raise BuildError(f"{compiler} failed with status {status}: {(lines or ['no message'])[0]}")
         half.chmod(0o700)
         half.replace(place)
     finally:
         half.unlink(missing_ok=True)
+
+
+# The compiler, and beside it a shell that reads a pipe until its end: when whoever holds the other end is gone, however it
+# went, all of them go. A compiler that was left alone would work on for nobody.
+_UNTIL_WE_END = """
+exec 3<&0
+{ read -r _ <&3; kill -KILL 0; } >/dev/null 2>&1 &
+"$@" 3<&- </dev/null &
+wait $!
+"""
+
+
+def _run(command: Sequence[str]) -> tuple[int, str]:
+    """Status and stderr. Ends with this process, with Ctrl-C or after _TIMEOUT. Raises ``BuildError``."""
+    with tempfile.TemporaryFile() as errors:
+        try:
+            shell = subprocess.Popen(
+                ["/bin/sh", "-c", _UNTIL_WE_END, "sh", *command],
+                stdin=subprocess.PIPE,
+                stdout=subprocess.DEVNULL,
+                stderr=errors,
+                start_new_session=True,  # a group of its own, so that all of it can be ended
+            )
+        except OSError as error:
+            raise BuildError(f"{command[0]} did not run: {error}") from None
+        assert shell.stdin is not None
+        try:
+            status = shell.wait(timeout=_TIMEOUT)
+        except subprocess.TimeoutExpired as error:
+            raise BuildError(f"{command[0]} did not run: {error}") from None
+        finally:
+            shell.stdin.close()
+            shell.wait()
+        errors.seek(0)
+        return status, errors.read().decode(errors="replace")
 
 
 def _key(folder: Path, compiler: str, flags: Sequence[str]) -> str:

@@ -9,11 +9,16 @@
 #include "attention.h"
 #include "sampling.h"
 #include "checksum.h"
+#include "integer.h"
 
 namespace {
 
 enum Type : int64_t { TYPE_F32, TYPE_BF16, TYPE_F16, TYPE_Q8_0, TYPE_Q4_0, TYPE_Q4_1 };
 enum Kind : int64_t { EMBED, NORM, LINEAR, ROTATE, ATTEND, SILU_MUL, HEAD, DRAW };
+
+// Of --compute int8: integer.h.
+enum IntegerType : int64_t { TYPE_INT8 = 16, TYPE_NIBBLES0, TYPE_NIBBLES1 };
+enum IntegerKind : int64_t { QUANTISE = 16, MULTIPLY };
 
 constexpr int64_t WORDS = 32;
 constexpr int64_t SMALL = 1 << 14;  // multiply-adds or moved numbers below which nobody is woken
@@ -153,6 +158,19 @@ void head(const void* job, int64_t unit, Scratch& scratch) {
             a.peaks[r * panels + panel] = peak_of(b.out + r * b.ldo + panel * LANES, b.n - panel * LANES);
 }
 
+// Linear layers in integers -------------------------------------------------------------------------------------------
+
+void quantise(const void* job, int64_t row, Scratch&) { quantise_row(*static_cast<const Quantise*>(job), row); }
+
+void multiply_units(const void* job, int64_t unit, Scratch&) {
+    const Integer& a = *static_cast<const Integer*>(job);
+    switch (a.type) {
+        case TYPE_INT8: return integer_tile<Int8>(a, unit);
+        case TYPE_NIBBLES0: return integer_tile<Nibbles0>(a, unit);
+        case TYPE_NIBBLES1: return integer_tile<Nibbles1>(a, unit);
+    }
+}
+
 // After the product of q, k and v: norms of heads, rotation, K/V write ------------------------------------------------
 
 struct Rotate {
@@ -264,6 +282,14 @@ void run_one(Pool& pool, const Record& record) {
             const auto& a = arguments<LinearJob>(record);
             return pool.run(linear, &a, linear_units(a.linear), a.linear.rows * a.linear.n * a.linear.k < SMALL);
         }
+        case QUANTISE: {
+            const auto& a = arguments<Quantise>(record);
+            return pool.run(quantise, &a, a.rows, a.rows * a.k < SMALL);
+        }
+        case MULTIPLY: {
+            const auto& a = arguments<Integer>(record);
+            return pool.run(multiply_units, &a, integer_units(a), a.rows * a.n * a.k < 4 * SMALL);
+        }
         case ROTATE: {
             const auto& a = arguments<Rotate>(record);
             return pool.run(rotate, &a, a.tokens, a.tokens * a.ld < SMALL);
@@ -314,6 +340,9 @@ int64_t lockstep_packed_bytes(int64_t type, int64_t n, int64_t k) {
         case TYPE_Q8_0: return panels * (k / 32) * Q8_0::BYTES;
         case TYPE_Q4_0: return panels * (k / 32) * Q4_0::BYTES;
         case TYPE_Q4_1: return panels * (k / 32) * Q4_1::BYTES;
+        case TYPE_INT8: return panels * (k / 32) * Int8::BYTES;
+        case TYPE_NIBBLES0: return panels * (k / 32) * Nibbles0::BYTES;
+        case TYPE_NIBBLES1: return panels * (k / 32) * Nibbles1::BYTES;
     }
     return -1;
 }
@@ -325,10 +354,18 @@ void lockstep_pack(int64_t type, const uint8_t* src, int64_t n, int64_t k, uint8
         case TYPE_Q8_0: return pack_groups(src, n, k, 1, false, out);
         case TYPE_Q4_0: return pack_groups(src, n, k, 1, true, out);
         case TYPE_Q4_1: return pack_groups(src, n, k, 2, true, out);
+        case TYPE_INT8: return pack_integer(src, n, k, 1, false, out);
+        case TYPE_NIBBLES0: return pack_integer(src, n, k, 1, true, out);
+        case TYPE_NIBBLES1: return pack_integer(src, n, k, 2, true, out);
     }
 }
 
-void* lockstep_pool(int threads) { return new Pool(threads < 1 ? 1 : threads); }
+uint64_t lockstep_checksum(const uint8_t* data, int64_t size) { return checksum(data, size); }
+
+void* lockstep_pool(int threads, const int* cpus) { return new Pool(threads < 1 ? 1 : threads, cpus); }
+
+// How many helpers stay on the core that they were given.
+int lockstep_pinned(void* pool) { return static_cast<Pool*>(pool)->pinned(); }
 
 void lockstep_close(void* pool) { delete static_cast<Pool*>(pool); }
 
@@ -339,5 +376,3 @@ void lockstep_run(void* pool, const void* tape, int64_t count) {
     for (int64_t i = 0; i < count; ++i) run_one(threads, records[i]);
 }
 }
-uint64_t lockstep_checksum(const uint8_t* data, int64_t size) { return checksum(data, size); }
-

@@ -16,11 +16,13 @@ import torch
 from torch import Tensor
 
 from engine.compute.tiles import tiles_for
-from engine.native.library import TYPES, Packed, Pool
+from engine.native.library import INTEGER, TYPES, Packed, Pool
 
 WORDS = 32
 RECORD = WORDS * 8
 LANES = 16  # outputs of a panel
+GROUP = 32  # numbers that share a scale
+_INTEGER = tuple(INTEGER.values())
 MAX_HEAD_DIM = 256
 WISH = 48  # bytes that say how a row is drawn: seed, temperature, top_p, min_p, top_k, position
 NUM_WEIGHTS = 2586  # of the table that sampling.h reads
@@ -83,6 +85,8 @@ class Kernels:
         self.rotate = Kernel("rotate", _rotate, pool)
         self.attend = Kernel("attend", _attend, pool)
         self.silu_mul = Kernel("silu_mul", _silu_mul, pool)
+        self.quantise = Kernel("quantise", _quantise, pool)
+        self.multiply = Kernel("multiply", _multiply, pool)
         self.head = Kernel("head", _head, pool)
         self.draw = Kernel("draw", _draw, pool)
 
@@ -103,7 +107,7 @@ def _embed(weight: Packed, tokens: Tensor, out: Tensor) -> bytes:
         "QQqqqqQ",
         tokens.data_ptr(),
         weight.data.data_ptr(),
-        TYPES.index(weight.type),
+        _type_of(weight),
         count,
         weight.n,
         weight.k,
@@ -148,7 +152,7 @@ def _linear_words(weight: Packed, bias: Tensor | None, x: Tensor, out: Tensor) -
         _address(bias),
         out.data_ptr(),
         out.stride(0),
-        TYPES.index(weight.type),
+        _type_of(weight),
     )
 
 
@@ -283,6 +287,45 @@ def panels_of(n: int) -> int:
     return -(-n // LANES)
 
 
+def _quantise(x: Tensor, q: Tensor, scales: Tensor) -> bytes:
+    """Rows of x [n, k] in 8 bits: q int8 [n, k], scales [n, 2 k / 32] (integer.h)."""
+    rows = _matrix("x", x, (None, None))
+    _quantised(q, scales, rows, x.shape[1])
+    addresses = (q.data_ptr(), scales.data_ptr())
+    return _record(16, "QqqqQQ", x.data_ptr(), x.stride(0), rows, x.shape[1], *addresses)
+
+
+def _multiply(weight: Packed, bias: Tensor | None, q: Tensor, scales: Tensor, out: Tensor) -> bytes:
+    """``linear`` on what ``quantise`` made, for a weight of one of INTEGER's types."""
+    if weight.type not in _INTEGER:
+        raise BadCall(f"the weight is of type {weight.type}, but must be one of {', '.join(_INTEGER)}")
+    rows = _matrix("out", out, (None, weight.n))
+    _quantised(q, scales, rows, weight.k)
+    if bias is not None and _vector("bias", bias, torch.float32) != weight.n:
+        raise BadCall(f"bias has {len(bias)} numbers, but the weight {weight.n} rows")
+    return _record(
+        17,
+        "QQqQqqQQqq",
+        q.data_ptr(),
+        scales.data_ptr(),
+        rows,
+        weight.data.data_ptr(),
+        weight.n,
+        weight.k,
+        _address(bias),
+        out.data_ptr(),
+        out.stride(0),
+        16 + _INTEGER.index(weight.type),
+    )
+
+
+def _quantised(q: Tensor, scales: Tensor, rows: int, k: int) -> None:
+    if k % GROUP:
+        raise BadCall(f"k is {k}, but must be a multiple of {GROUP}")
+    _matrix("q", q, (rows, k), dtype=torch.int8, dense=True)
+    _matrix("scales", scales, (rows, 2 * k // GROUP), dense=True)
+
+
 def _split(
     layout: HeadLayout, count: int, rows: int, width: int, split: tuple[Tensor, int] | None
 ) -> tuple[Tensor | None, int, int]:
@@ -304,6 +347,12 @@ def _split(
 
 
 # Checks ------------------------------------------------------------------------------------------------------------
+
+
+def _type_of(weight: Packed) -> int:
+    if weight.type not in TYPES:
+        raise BadCall(f"the weight is of type {weight.type}, but must be one of {', '.join(TYPES)}")
+    return TYPES.index(weight.type)
 
 
 def _address(tensor: Tensor | None) -> int:

@@ -8,6 +8,7 @@ from __future__ import annotations
 import ctypes
 import os
 import weakref
+from collections.abc import Sequence
 from pathlib import Path
 
 import attrs
@@ -15,8 +16,15 @@ import torch
 from torch import Tensor
 
 TYPES = ("F32", "BF16", "F16", "Q8_0", "Q4_0", "Q4_1")  # in the order of the source's enumeration
+INTEGER = {"Q8_0": "Q8_0 x int8", "Q4_0": "Q4_0 x int8", "Q4_1": "Q4_1 x int8"}
+"""Types for 8-bit activations (integer.h), by the type of the file: the same numbers in another order."""
+
+_NUMBERS = {kind: number for number, kind in enumerate(TYPES)} | {
+    kind: 16 + number for number, kind in enumerate(INTEGER.values())
+}
 _GROUP = 32  # values that share scales, in the types whose name begins with Q
 _ROW_BYTES = {"F32": (1, 4), "BF16": (1, 2), "F16": (1, 2), "Q8_0": (32, 34), "Q4_0": (32, 18), "Q4_1": (32, 20)}
+_ROW_BYTES |= {INTEGER[kind]: _ROW_BYTES[kind] for kind in INTEGER}
 ALIGNMENT = 64
 
 
@@ -36,7 +44,7 @@ class Packed:
 
 def can_pack(kind: str, k: int) -> bool:
     """Whether rows of ``k`` numbers of this type can be packed as they are."""
-    return kind in TYPES and (not kind.startswith("Q") or k % _GROUP == 0)
+    return kind in _NUMBERS and (not kind.startswith("Q") or k % _GROUP == 0)
 
 
 class Library:
@@ -51,7 +59,8 @@ class Library:
             ("lockstep_packed_bytes", size, [size, size, size]),
             ("lockstep_pack", None, [size, pointer, size, size, pointer]),
             ("lockstep_checksum", ctypes.c_uint64, [pointer, size]),
-            ("lockstep_pool", pointer, [ctypes.c_int]),
+            ("lockstep_pool", pointer, [ctypes.c_int, pointer]),
+            ("lockstep_pinned", ctypes.c_int, [pointer]),
             ("lockstep_close", None, [pointer]),
             ("lockstep_run", None, [pointer, pointer, size]),
         ):
@@ -66,21 +75,21 @@ class Library:
     def pack(self, kind: str, rows: Tensor, k: int) -> Packed:
         """``rows``: uint8 [n, bytes per row], contiguous, as the file holds them. Raises ``ValueError``."""
         if not can_pack(kind, k):
-            raise ValueError(f"rows of {k} numbers of type {kind} cannot be packed; types are {', '.join(TYPES)}")
+            raise ValueError(f"rows of {k} numbers of type {kind} cannot be packed; types are {', '.join(_NUMBERS)}")
         per, size = _ROW_BYTES[kind]
         expected = k // per * size
         if rows.dtype != torch.uint8 or rows.dim() != 2 or rows.device.type != "cpu" or not rows.is_contiguous():
             raise ValueError(f"rows must be a contiguous uint8 matrix on the CPU, got {rows.dtype} {tuple(rows.shape)}")
         if rows.shape[1] != expected or len(rows) == 0 or k == 0:
             raise ValueError(f"rows have shape {tuple(rows.shape)}, but {kind} needs (n, {expected}) for k = {k}")
-        number = TYPES.index(kind)
+        number = _NUMBERS[kind]
         data = aligned(self.packed_bytes(kind, len(rows), k))
         self._dll.lockstep_pack(number, rows.data_ptr(), len(rows), k, data.data_ptr())
         return Packed(kind, len(rows), k, data)
 
     def packed_bytes(self, kind: str, n: int, k: int) -> int:
-        """Size of a packed weight of one of TYPES."""
-        return int(self._dll.lockstep_packed_bytes(TYPES.index(kind), n, k))
+        """Size of a packed weight of one of TYPES, or of INTEGER's."""
+        return int(self._dll.lockstep_packed_bytes(_NUMBERS[kind], n, k))
 
     def checksum(self, data: Tensor) -> int:
         """Of contiguous uint8 memory: 64 bits that change with any byte (checksum.h)."""
@@ -88,8 +97,9 @@ class Library:
         assert data.is_contiguous()
         return int(self._dll.lockstep_checksum(data.data_ptr(), data.nbytes))
 
-    def pool(self, threads: int) -> Pool:
-        return Pool(self._dll, threads)
+    def pool(self, threads: int, cpus: Sequence[int] | None = None) -> Pool:
+        """``cpus``: a core for each thread to stay on, except for the caller's, which is the first."""
+        return Pool(self._dll, threads, cpus)
 
 
 def aligned(nbytes: int) -> Tensor:
@@ -102,12 +112,16 @@ def aligned(nbytes: int) -> Tensor:
 class Pool:
     """``threads`` threads, the caller's included; the others sleep between tapes. One tape runs at a time."""
 
-    def __init__(self, dll: ctypes.CDLL, threads: int) -> None:
+    def __init__(self, dll: ctypes.CDLL, threads: int, cpus: Sequence[int] | None = None) -> None:
+        if cpus is not None and (len(cpus) != threads or min(cpus) < 0 or max(cpus) >= 2**20):
+            raise ValueError(f"cpus are {tuple(cpus)}, but must be one number of a core for each of {threads} threads")
         if not 1 <= threads <= 1024:
             raise ValueError(f"threads is {threads}, but must be in 1..1024")
         self.threads = threads
         self._run = dll.lockstep_run
-        self._address = dll.lockstep_pool(threads)
+        places = None if cpus is None else (ctypes.c_int * threads)(*cpus)
+        self._address = dll.lockstep_pool(threads, places)
+        self.pinned = int(dll.lockstep_pinned(self._address))  # helpers that stay on their core
         # A child of fork() has no helper threads to join, so only the process that made the pool closes it.
         self.close = weakref.finalize(self, _close, dll, self._address, os.getpid())
         self.close.atexit = False

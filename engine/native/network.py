@@ -26,8 +26,8 @@ from engine.compute.network import Sizes, Span, Tokens
 from engine.compute.rope import rope_tables
 from engine.compute.tiles import tiles_for
 from engine.native.draw import NativeDraw
-from engine.native.kernels import LANES, HeadLayout, Kernels, panels_of
-from engine.native.library import Pool
+from engine.native.kernels import GROUP, LANES, HeadLayout, Kernels, panels_of
+from engine.native.library import TYPES, Pool
 from engine.native.tape import NativeGraphs, NativeTape
 from engine.native.tensors import Linear
 from engine.native.weights import Layer, NativeWeights
@@ -149,9 +149,20 @@ class NativeNetwork:
         self._linear(do, layer.down, buffers.activated, buffers.delta)
 
     def _linear(self, do: Do, linear: Linear, x: Tensor, out: Tensor) -> None:
+        quantised: tuple[Tensor, Tensor] | None = None
         for part in linear.parts:
             columns = out[:, part.column : part.column + part.weight.n]
-            do(self._kernels.linear, part.weight, part.bias, x, columns)
+            if part.weight.type in TYPES:
+                do(self._kernels.linear, part.weight, part.bias, x, columns)
+                continue
+            if quantised is None:
+                quantised = self._quantised(*x.shape)
+                do(self._kernels.quantise, x, *quantised)
+            do(self._kernels.multiply, part.weight, part.bias, *quantised, columns)
+
+    def _quantised(self, rows: int, k: int) -> tuple[Tensor, Tensor]:
+        take = self.arena.take
+        return take("activations in int8", rows, k, dtype=torch.int8), take("their scales", rows, 2 * k // GROUP)
 
     def _head_buffers(self, rows: int, name: str) -> tuple[Tensor, Tensor]:
         take, config = self.arena.take, self._config

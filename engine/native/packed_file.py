@@ -23,7 +23,7 @@ import attrs
 import torch
 from torch import Tensor
 
-from engine.native.library import ALIGNMENT, TYPES, Library, Packed
+from engine.native.library import ALIGNMENT, Library, Packed, can_pack
 from engine.native.tensors import JOINED, Linear, joined
 
 VERSION = 1
@@ -143,7 +143,7 @@ class FileTensors:
     def _wanted(self, entry: _Entry) -> int:
         if entry.type == _VECTOR:
             return 4 * entry.n
-        return self._library.packed_bytes(entry.type, entry.n, entry.k) if entry.type in TYPES else -1
+        return self._library.packed_bytes(entry.type, entry.n, entry.k) if can_pack(entry.type, entry.k) else -1
 
 
 def _index(memory: Tensor, size: int, key: str) -> Iterator[tuple[str, _Entry]]:

@@ -19,6 +19,8 @@
 
 #if defined(__linux__)
 #include <linux/futex.h>
+#include <pthread.h>
+#include <sched.h>
 #include <sys/syscall.h>
 #include <unistd.h>
 #endif
@@ -74,8 +76,12 @@ class Pool {
     using Unit = void (*)(const void* job, int64_t unit, Scratch& scratch);
     static constexpr int64_t MOST_UNITS = 1 << 30;
 
-    explicit Pool(int threads) : scratch_(size_t(threads)) {
-        for (int i = 1; i < threads; ++i) helpers_.emplace_back([this, i] { help(scratch_[size_t(i)]); });
+    // ``cpus``: the core that each helper stays on, or null. The caller stays free: it does other work between two tapes.
+    Pool(int threads, const int* cpus) : scratch_(size_t(threads)) {
+        for (int i = 1; i < threads; ++i) {
+            helpers_.emplace_back([this, i] { help(scratch_[size_t(i)]); });
+            if (cpus != nullptr && pin(helpers_.back(), cpus[i])) ++pinned_;
+        }
     }
 
     ~Pool() {
@@ -86,6 +92,7 @@ class Pool {
     }
 
     int threads() const { return int(scratch_.size()); }
+    int pinned() const { return pinned_; }
     std::mutex& mutex() { return mutex_; }
 
     // Runs every unit of ``job`` once and returns when all are done. ``alone``: too little work to wake anybody.
@@ -100,6 +107,21 @@ class Pool {
 
    private:
     static constexpr int SPINS = 400;  // of some 40 to 140 cycles each
+
+    static bool pin(std::thread& helper, int cpu) {
+#if defined(__linux__)
+        cpu_set_t* set = CPU_ALLOC(size_t(cpu) + 1);
+        if (set == nullptr) return false;
+        const size_t size = CPU_ALLOC_SIZE(size_t(cpu) + 1);
+        CPU_ZERO_S(size, set);
+        CPU_SET_S(size_t(cpu), size, set);
+        const bool done = pthread_setaffinity_np(helper.native_handle(), size, set) == 0;
+        CPU_FREE(set);
+        return done;
+#else
+        return (void)helper, (void)cpu, false;
+#endif
+    }
 
     void share(Unit unit, const void* job, int64_t first, int64_t units) {
         unit_ = unit;
@@ -159,6 +181,7 @@ class Pool {
     Unit unit_ = nullptr;
     const void* job_ = nullptr;
     int64_t first_ = 0;
+    int pinned_ = 0;
     std::atomic<bool> stop_{false};
     alignas(64) std::atomic<uint64_t> state_{0};
     alignas(64) std::atomic<uint32_t> done_{0};

@@ -211,6 +211,15 @@ void expand(const uint8_t* panel, int64_t first, int64_t count, float* out) {
     }
 }
 
+// Columns ``column`` .. column + n - 1 of all rows; no bias is null.
+INLINE void add_bias(const float* bias, int64_t rows, int64_t column, int64_t n, float* out, int64_t ldo) {
+    for (int64_t r = 0; bias != nullptr && r < rows; ++r)
+        for (int64_t c = 0; c < n; c += LANES) {
+            float* place = out + r * ldo + column + c;
+            store16(place, add(load16(place, n - c), load16(bias + column + c, n - c)), n - c);
+        }
+}
+
 // A linear layer: out[r][n] = bias[n] + x[r] . w[n], w packed as type T.
 struct Linear {
     const float* x;
@@ -267,12 +276,7 @@ void linear_tile(const Linear& a, int64_t first, int64_t panels, float* scratch)
             multiply_all(a.rows, a.x + k, a.ldx, piece, stride, LANES, count, a.out + column, a.ldo, n, k == 0);
         }
     }
-    if (a.bias == nullptr) return;
-    for (int64_t r = 0; r < a.rows; ++r)
-        for (int64_t c = 0; c < n; c += LANES) {
-            float* place = a.out + r * a.ldo + column + c;
-            store16(place, add(load16(place, n - c), load16(a.bias + column + c, n - c)), n - c);
-        }
+    add_bias(a.bias, a.rows, column, n, a.out, a.ldo);
 }
 
 // Packing: rows of a file's own type to panels. Rows beyond n are zero. Scalar, since it happens once.

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-import os
+import sys
 
 import torch
 
@@ -12,6 +12,7 @@ from engine.control.limits import Limits
 from engine.loading.model import LoadedModel
 from engine.native.build import BuildError, built
 from engine.native.library import Library, Pool
+from engine.native.machine import granted
 from engine.native.network import NativeNetwork
 from engine.native.weights import NativeWeights, Progress, load_native
 from engine.native.weights_cache import WeightsCache
@@ -27,12 +28,28 @@ def library() -> Library:
         raise BuildError(f"{path} cannot be loaded: {error}") from None
 
 
+def prepare(progress: Progress | None) -> None:
+    """Compiles the kernels if this machine has none yet, which takes seconds, and says so. Raises ``BuildError``."""
+    told = "compiling kernels for this machine, once"
+
+    def announce() -> None:
+        if progress is None:
+            print(f"lockstep: {told}", file=sys.stderr, flush=True)
+        else:
+            progress(told, 0, 1)
+
+    built(announce=announce)
+    if progress is not None:
+        progress("preparing kernels", 1, 1)
+
+
 class NativeRunner(PlanRunner):
     """``threads`` computes on that many threads (by default one for each core that this process may use).
 
     ``weights`` lets several runners of one model share what ``load_native`` made, ``pool`` their threads; ``cache`` keeps
-    packed weights for later starts; ``kv_dtype``: fp32 or bf16. Raises ``BuildError`` without a working compiler and
-    ``LoadError`` for a bad tensor.
+    packed weights for later starts; ``kv_dtype``: fp32 or bf16; ``integer``: 8-bit activations; ``pin``: threads stay on
+    their cores where they are as many. Raises ``BuildError``
+    without a working compiler and ``LoadError`` for a bad tensor.
     """
 
     def __init__(
@@ -46,9 +63,17 @@ class NativeRunner(PlanRunner):
         pool: Pool | None = None,
         cache: WeightsCache | None = None,
         kv_dtype: torch.dtype = torch.float32,
+        integer: bool = False,
+        pin: bool = False,
     ) -> None:
-        self.weights = loaded = load_native(model, library(), progress, cache) if weights is None else weights
-        self.threads = shared = loaded.library.pool(threads or cores()) if pool is None else pool
+        if weights is None:
+            weights = load_native(model, library(), progress, cache, integer=integer)
+        self.weights = loaded = weights
+        if pool is None:
+            machine = granted()
+            threads = threads or machine.cores
+            pool = loaded.library.pool(threads, machine.pins(threads) if pin else None)
+        self.threads = shared = pool
         self._kv_dtype = kv_dtype
         super().__init__(limits, lambda sizes: NativeNetwork(loaded, sizes, shared, kv_dtype))
 
@@ -58,7 +83,8 @@ class NativeRunner(PlanRunner):
         bits = self.weights.library.vector_bits
         vectors = f"{bits}-bit vectors" if bits else "vectors by the compiler"
         keys = ", K/V in bf16" if self._kv_dtype == torch.bfloat16 else ""
-        return f"native kernels, {vectors}{keys}"
+        activations = ", 8-bit activations" if self.weights.integer else ""
+        return f"native kernels, {vectors}{activations}{keys}"
 
     @property
     def probe_summary(self) -> str:
@@ -76,5 +102,5 @@ def native_rows(most: int) -> list[int]:
 
 
 def cores() -> int:
-    """How many cores this process may use."""
-    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    """How many threads this process can run at the same time."""
+    return granted().cores

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from engine.loading.model import ModelConfig, StoredTensor, TensorSource
-from engine.native.library import Library, Packed, can_pack
+from engine.native.library import INTEGER, Library, Packed, can_pack
 
 Keep = Callable[[str, "Packed | Tensor"], "Packed | Tensor"]  # (name, made) -> what to hold on to
 JOINED = "+"  # between the names of the parts that one weight is made of
@@ -56,18 +56,29 @@ class Tensors(Protocol):
 
 
 class SourceTensors:
-    """From a checkpoint, packed one at a time. ``keep`` sees all that was made and says what is held."""
+    """From a checkpoint, packed one at a time. ``integer``: quantised linear layers are laid out for 8-bit activations.
+    ``keep`` sees all that was made and says what is held."""
 
-    def __init__(self, config: ModelConfig, source: TensorSource, library: Library, keep: Keep | None = None) -> None:
+    def __init__(
+        self,
+        config: ModelConfig,
+        source: TensorSource,
+        library: Library,
+        *,
+        integer: bool = False,
+        keep: Keep | None = None,
+    ) -> None:
         self._shapes = config.tensors()
         self._source, self._library = source, library
+        self._integer = INTEGER if integer else {}
         self._keep = keep or (lambda name, made: made)
 
     def vector(self, name: str) -> Tensor:
         return self._held(name, self._source.load(name).reshape(-1).contiguous())
 
     def packed(self, name: str) -> Packed:
-        return self._pack(name, [self._stored(name)], self._shapes[name][1])
+        stored = self._stored(name)
+        return self._pack(name, stored.type, [stored], self._shapes[name][1])
 
     def linear(self, *names: str) -> Linear:
         groups: list[list[tuple[str, StoredTensor]]] = []
@@ -80,7 +91,8 @@ class SourceTensors:
 
     def _part(self, group: Sequence[tuple[str, StoredTensor]], k: int) -> tuple[Packed, Tensor | None]:
         name = JOINED.join(name for name, _ in group)
-        weight = self._pack(f"{name}.weight", [stored for _, stored in group], k)
+        kind = group[0][1].type
+        weight = self._pack(f"{name}.weight", self._integer.get(kind, kind), [stored for _, stored in group], k)
         biases = [self._source.load(f"{part}.bias").reshape(-1) for part, _ in group if f"{part}.bias" in self._shapes]
         return weight, self._held(f"{name}.bias", torch.cat(biases)) if biases else None
 
@@ -91,9 +103,9 @@ class SourceTensors:
             return stored
         return StoredTensor("F32", self._source.load(name).view(torch.uint8))
 
-    def _pack(self, name: str, parts: Sequence[StoredTensor], k: int) -> Packed:
+    def _pack(self, name: str, kind: str, parts: Sequence[StoredTensor], k: int) -> Packed:
         rows = parts[0].data if len(parts) == 1 else torch.cat([part.data for part in parts])
-        held = self._keep(name, self._library.pack(parts[0].type, rows, k))
+        held = self._keep(name, self._library.pack(kind, rows, k))
         assert isinstance(held, Packed)
         return held
 

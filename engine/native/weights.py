@@ -8,13 +8,14 @@ from __future__ import annotations
 import math
 import warnings
 from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 
 import attrs
 from torch import Tensor
 
 from engine.loading.model import LoadedModel, ModelConfig
-from engine.native.library import Library, Packed
+from engine.native.library import TYPES, Library, Packed
 from engine.native.packed_file import Damaged
 from engine.native.tensors import Linear, SourceTensors, Tensors
 from engine.native.weights_cache import WeightsCache
@@ -47,6 +48,11 @@ class NativeWeights:
     origin: Path | None = None
 
     @property
+    def integer(self) -> bool:
+        """Whether any layer computes with 8-bit activations."""
+        return any(kind not in TYPES for kind in self.types)
+
+    @property
     def types(self) -> dict[str, int]:
         """How many bytes of packed weights are of which type."""
         linears = (linear for layer in self.layers for linear in (layer.qkv, layer.output, layer.gate_up, layer.down))
@@ -63,25 +69,42 @@ class NativeWeights:
 
 
 def load_native(
-    model: LoadedModel, library: Library, progress: Progress | None = None, cache: WeightsCache | None = None
+    model: LoadedModel,
+    library: Library,
+    progress: Progress | None = None,
+    cache: WeightsCache | None = None,
+    *,
+    integer: bool = False,
 ) -> NativeWeights:
-    """Reads and packs the weights, or finds them in ``cache``. Raises ``LoadError`` for a tensor that cannot be read."""
-    key = None if cache is None else cache.key(model.source)
+    """Reads and packs the weights, or finds them in ``cache``; ``integer``: for 8-bit activations, where they are quantised.
+
+    Embedding and head stay as they are: a row of the table is read from them, and the logits decide. Raises ``LoadError``
+    for a tensor that cannot be read.
+    """
+    pack = partial(SourceTensors, model.config, model.source, library, integer=integer)
+    key = None if cache is None else cache.key(model.source, "integer" if integer else "")
     if cache is not None and key is not None:
         found = cache.open(key, library)
-        if found is None and _fill(cache, key, model, library, progress):
+        if found is None and _fill(cache, key, model.config, library, pack, progress):
             found = cache.open(key, library)
         if found is not None:
             try:
                 return _weights(model.config, library, found, progress, cache.place(key))
             except Damaged as error:  # whole, but of another model
                 warnings.warn(f"{cache.place(key)} is not used: {error}", stacklevel=2)
-    return _weights(model.config, library, SourceTensors(model.config, model.source, library), progress)
+    return _weights(model.config, library, pack(), progress)
 
 
-def _fill(cache: WeightsCache, key: str, model: LoadedModel, library: Library, progress: Progress | None) -> bool:
+def _fill(
+    cache: WeightsCache,
+    key: str,
+    config: ModelConfig,
+    library: Library,
+    pack: Callable[..., SourceTensors],
+    progress: Progress | None,
+) -> bool:
     """Packs into a file, one tensor in memory at a time. False, with a warning, where no file can be had."""
-    most = 4 * sum(math.prod(shape) for shape in model.config.tensors().values())  # where everything becomes F32
+    most = 4 * sum(math.prod(shape) for shape in config.tensors().values())  # where everything becomes F32
     try:
         with cache.write(key, most, library) as writer:
 
@@ -89,9 +112,9 @@ def _fill(cache: WeightsCache, key: str, model: LoadedModel, library: Library, p
                 writer.add(name, made)
                 return made
 
-            tensors = SourceTensors(model.config, model.source, library, keep)
-            _ends(model.config, tensors)
-            for _ in _layers(model.config, tensors, "packing weights, once", progress):
+            tensors = pack(keep=keep)
+            _ends(config, tensors)
+            for _ in _layers(config, tensors, "packing weights, once", progress):
                 pass  # written, and no longer held
     except OSError as error:
         warnings.warn(f"packed weights are not kept: {error}", stacklevel=2)

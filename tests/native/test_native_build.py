@@ -4,7 +4,12 @@ from __future__ import annotations
 
 import os
 import shutil
+import signal
 import stat
+import subprocess
+import sys
+import time
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
@@ -130,6 +135,62 @@ def test_compiler_that_fails(source: Path, tmp_path: Path, monkeypatch: pytest.M
     monkeypatch.setenv("CXX", shutil.which("false") or "")
     with pytest.raises(BuildError, match="failed with status 1"):
         built(folder=source, cache=tmp_path / "cache")
+
+
+STUCK = """#!/bin/sh
+case "$*" in *--version*) echo stuck 1; exit;; esac
+echo $$ > "{0}/pid"
+sleep 600 &
+echo $! > "{0}/child"
+wait
+"""
+
+BUILDER = """
+import sys
+from pathlib import Path
+from engine.native.build import built
+built(folder=Path(sys.argv[1]), cache=Path(sys.argv[2]))
+"""
+
+
+def alive(pid: int) -> bool:
+    try:
+        return "Z" not in Path(f"/proc/{pid}/stat").read_text(encoding="utf-8").rpartition(")")[2].split()[0]
+    except OSError:
+        return False
+
+
+def until(condition: Callable[[], bool]) -> None:
+    deadline = time.monotonic() + 100
+    while not condition():
+        assert time.monotonic() < deadline
+        time.sleep(0.02)
+
+
+@pytest.mark.parametrize("end", [signal.SIGTERM, signal.SIGKILL, signal.SIGINT])
+def test_a_compiler_ends_with_whoever_waits_for_it(
+    end: signal.Signals, source: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Also what the compiler started itself, and also where the waiting process had no chance to say goodbye."""
+    stuck = tmp_path / "stuck"
+    stuck.write_text(STUCK.format(tmp_path), encoding="utf-8")
+    stuck.chmod(0o755)
+    monkeypatch.setenv("CXX", str(stuck))
+    command = [sys.executable, "-c", BUILDER, str(source), str(tmp_path / "cache")]
+    builder = subprocess.Popen(command, cwd=Path(build.__file__).parents[2], stderr=subprocess.DEVNULL)
+    until(lambda: (tmp_path / "child").exists() and bool((tmp_path / "child").read_text(encoding="utf-8").strip()))
+    pids = [int((tmp_path / name).read_text(encoding="utf-8")) for name in ("pid", "child")]
+    assert all(map(alive, pids))
+    builder.send_signal(end)
+    assert builder.wait(100) != 0
+    until(lambda: not any(map(alive, pids)))
+
+
+def test_it_is_said_only_before_compiling(source: Path, compiler: Path, tmp_path: Path) -> None:
+    said: list[int] = []
+    for _ in range(2):
+        built(folder=source, cache=tmp_path / "cache", announce=lambda: said.append(count(compiler)))
+    assert said == [0]  # once, and the compiler had not run yet
 
 
 def test_cache_that_cannot_be_made(source: Path, tmp_path: Path) -> None:

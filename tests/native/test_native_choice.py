@@ -64,7 +64,7 @@ def test_without_a_compiler_torch_serves_and_it_is_said(monkeypatch: pytest.Monk
 
 
 def test_unknown_and_impossible_settings() -> None:
-    with pytest.raises(ConfigError, match="compute is 'fast', but must be one of auto, native, torch"):
+    with pytest.raises(ConfigError, match="compute is 'fast', but must be one of auto, native, int8, torch"):
         EngineConfig(compute="fast")
     with pytest.raises(ConfigError, match="not on cuda"):
         resolve_compute("native", "cuda", torch.float32)
