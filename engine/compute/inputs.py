@@ -49,11 +49,13 @@ class StaticInputs:
         cuda = device.type == "cuda"
         self.host: dict[str, Tensor] = {}
         self.device: dict[str, Tensor] = {}
+        self._arrays: dict[str, npt.NDArray[np.int64]] = {}  # the host's memory again: numpy writes it at less cost
         for entry in self.padding:
             shape = (rows, width) if entry.wide else (rows,)
             host = torch.full(shape, entry.fill, dtype=torch.int64, pin_memory=cuda)
             self.host[entry.name] = host
             self.device[entry.name] = host.to(device) if cuda else host
+            self._arrays[entry.name] = host.numpy()
 
     def fill(self, values: dict[str, npt.NDArray[np.int64]], rows: int, width: int) -> None:
         """Writes n rows of ``values`` and pads to ``rows``; every cell of the shape (rows, width) is written.
@@ -65,11 +67,14 @@ class StaticInputs:
             n = len(value)
             if n > rows:
                 raise ValueError(f"{entry.name} has {n} rows, but the step has {rows}")
-            host = self._view(self.host, entry, rows, width)
-            host[:n] = torch.from_numpy(np.ascontiguousarray(value[:, :width] if entry.wide else value))
+            host = self._arrays[entry.name][:rows]
+            if entry.wide:
+                host, value = host[:, :width], value[:, :width]
+            host[:n] = value
             host[n:] = entry.fill
             if self.device[entry.name] is not self.host[entry.name]:
-                self._view(self.device, entry, rows, width).copy_(host, non_blocking=True)
+                source = self._view(self.host, entry, rows, width)
+                self._view(self.device, entry, rows, width).copy_(source, non_blocking=True)
 
     def step(self, rows: int, width: int) -> tuple[Tokens, Tensor]:
         """The device buffers as a step of this shape sees them: tokens and tables [rows, width]."""
@@ -82,5 +87,5 @@ class StaticInputs:
         return buffer[:rows, :width] if entry.wide else buffer[:rows]
 
 
-def as_rows(values: Sequence[int]) -> npt.NDArray[np.int64]:
+def as_rows(values: Sequence[int] | Sequence[tuple[int, ...]]) -> npt.NDArray[np.int64]:
     return np.asarray(values, dtype=np.int64)

@@ -13,7 +13,8 @@ If anything raises, the row operations stay applied, so that rows are what contr
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from itertools import groupby
 from typing import Any
 
@@ -58,6 +59,11 @@ class PlanRunner:
         self.recorded = 0  # graphs; while serving, none is added
         self.sample_seconds = 0.0  # all time of the sampler; on CUDA it includes waiting for the logits
         self._logits: dict[tuple[int, int], Tensor] = {}  # the output buffer of each captured shape
+        self._answers: dict[tuple[tuple[int, int], int], Tensor] = {}  # its first rows, for each number of them
+        # Torch's mode is for networks of torch operators; entering it costs a step of native kernels a tenth of the host's time.
+        self._mode: Callable[[], AbstractContextManager[object]] = (
+            torch.inference_mode if draw_of(self.network) is None else nullcontext
+        )
 
     @property
     def kv_bytes(self) -> int:
@@ -88,6 +94,7 @@ class PlanRunner:
             self._logits[shape] = self.network.decode(do, tokens, table_view)
 
         self._graphs.record(shape, step)
+        self._answers.clear()
         self.recorded += 1
 
     # Iterations ----------------------------------------------------------------------------------------------------
@@ -97,16 +104,18 @@ class PlanRunner:
         self.rows.apply(plan, self.sampler)
         if not plan.forwards:
             return ()
-        with torch.inference_mode():
-            parts = self._prefill(plan.chunks)
+        with self._mode():
+            parts = self._prefill(plan.chunks) if plan.chunks else []
             if plan.decodes:
                 parts.append(self._decode(plan))
             if not parts:
                 return ()
             logits = parts[0] if len(parts) == 1 else torch.cat(parts)
-            rows = [entry.row for entry in plan.sampling]
+            sampling = plan.sampling
+            rows = [entry.row for entry in sampling]
             began = time.perf_counter()
-            sampled = self.sampler.sample(logits.float(), rows, [_next_position(entry) for entry in plan.sampling])
+            logits = logits if logits.dtype == torch.float32 else logits.float()
+            sampled = self.sampler.sample(logits, rows, [_next_position(entry) for entry in sampling])
             self.sample_seconds += time.perf_counter() - began
             return sampled
 
@@ -117,15 +126,15 @@ class PlanRunner:
 
     def _decode(self, plan: Plan) -> Tensor:
         """Logits [d, vocab] of the decoding rows, in a buffer that the next decode step overwrites."""
-        rows = as_rows([decode.row for decode in plan.decodes])
-        positions = as_rows([decode.position for decode in plan.decodes])
-        longest = int(self.rows.lengths[rows].max())
+        batch = as_rows([(decode.row, decode.position, decode.token) for decode in plan.decodes])
+        rows, positions, tokens = batch.T
         launch = plan.launch
+        longest = int(self.rows.lengths[rows].max())
         shape = (launch.rows, launch.width) if isinstance(launch, Replay) else (len(rows), longest)
         if longest > shape[1] or len(rows) > shape[0]:
             raise ValueError(f"{len(rows)} rows with tables of up to {longest} blocks do not fit the shape {shape}")
         values = {
-            "tokens": as_rows([decode.token for decode in plan.decodes]),
+            "tokens": tokens,
             "positions": positions,
             "slots": self.slots(rows, positions),
             # A recorded step reads the window of cache rows from row zero, which rule 12 makes the batch: one copy, no gather.
@@ -136,9 +145,11 @@ class PlanRunner:
             if shape not in self._graphs:
                 raise ValueError(f"the plan replays shape {shape}, which was not recorded")
             self._graphs.replay(shape)
-            return self._logits[shape][: len(rows)]
-        tokens, tables = self.inputs.step(*shape)
-        return self.network.decode(eagerly, tokens, tables)
+            kept = self._answers.get((shape, len(rows)))
+            if kept is None:
+                kept = self._answers[shape, len(rows)] = self._logits[shape][: len(rows)]
+            return kept
+        return self.network.decode(eagerly, *self.inputs.step(*shape))
 
     def _prefill(self, chunks: Sequence[Chunk]) -> list[Tensor]:
         """Logits of the chunks that sample, in order: tensors of [m, vocab]."""

@@ -111,7 +111,8 @@ class Sampler:
             )
         if logits.dtype != torch.float32:
             raise ValueError(f"logits are {logits.dtype}, but must be torch.float32")
-        states = [self._state(row) for row in rows]
+        seated = self._states
+        states = [seated[row] or self._state(row) for row in rows]
         if self._draw is not None:
             return self._draw_rows(self._draw, logits, states, positions)
         sampled = [Sampled(token) for token in argmax(logits)]

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 
+import attrs
 import numpy as np
 import torch
 from torch import Tensor
@@ -16,6 +17,15 @@ from engine.compute.sampling_choice import WEIGHTS
 from engine.native.kernels import WISH, BadCall, Kernels
 
 _WORDS = WISH // 8
+
+
+@attrs.frozen(eq=False)
+class _Call:
+    """One record, with what it points to."""
+
+    logits: Tensor
+    record: Tensor
+    address: int
 
 
 class NativeDraw:
@@ -32,35 +42,38 @@ class NativeDraw:
     def __call__(self, logits: Tensor, wishes: Sequence[bytes], positions: Sequence[int]) -> list[int]:
         """See ``sampler.Draw``. Raises ``BadCall`` for logits that the kernel must not see."""
         n = len(wishes)
-        if logits.shape != (n, self._vocab_size) or len(positions) != n:
-            raise BadCall(f"logits are {tuple(logits.shape)}, but {n} wishes need {(n, self._vocab_size)}")
-        if n > len(self._words):
-            self._reserve(n)
-        words = self._words[:n]
-        words[:, :-1] = np.frombuffer(b"".join(wishes), dtype=np.int64).reshape(n, _WORDS - 1)
-        words[:, -1] = positions
-        record = self._record(logits, n)
-        self._kernel.pool.run(record.data_ptr(), 1)
+        call = self._kept.get(n)
+        if call is None or call.logits is not logits:
+            call = self._call(logits, n)
+        if self._written[:n] != wishes:  # the same rows as in the last step, as a rule
+            self._words[:n, :-1] = np.frombuffer(b"".join(wishes), dtype=np.int64).reshape(n, _WORDS - 1)
+            self._written[:n] = wishes
+        self._words[:n, -1] = positions
+        self._kernel.pool.run(call.address, 1)
         drawn: list[int] = self._drawn[:n].tolist()
         if min(drawn) < 0:
             raise RuntimeError(f"row {drawn.index(min(drawn))} of {n}: the head's peaks are not those of its logits")
         return drawn
 
-    def _record(self, logits: Tensor, n: int) -> Tensor:
-        """The record of one call. Those of decode steps are kept, since their addresses never change."""
-        of_head = logits.data_ptr() == self._head and logits.stride(0) == self._vocab_size
-        if of_head and n in self._kept:
-            return self._kept[n]
+    def _call(self, logits: Tensor, n: int) -> _Call:
+        """The call for these logits. Those of decode steps are kept, since the runner brings the same tensors again."""
+        if logits.shape != (n, self._vocab_size):
+            raise BadCall(f"logits are {tuple(logits.shape)}, but {n} wishes need {(n, self._vocab_size)}")
+        if n > len(self._words):
+            self._reserve(n)
+        of_head = logits.data_ptr() == self._head and logits.is_contiguous()
         peaks = self._peaks(n) if of_head else None
         record = self._kernel.encode(logits, peaks, self._wishes[:n], self._weights, self._tokens[:n])
         buffer = torch.frombuffer(bytearray(record), dtype=torch.uint8)
+        call = _Call(logits, buffer, buffer.data_ptr())
         if of_head:
-            self._kept[n] = buffer
-        return buffer
+            self._kept[n] = call
+        return call
 
     def _reserve(self, rows: int) -> None:
         self._wishes = torch.zeros(rows, WISH, dtype=torch.uint8)
         self._words = self._wishes.numpy().view(np.int64)
+        self._written = [b""] * rows  # the wishes that stand in the words
         self._tokens = torch.zeros(rows, dtype=torch.int64)
         self._drawn = self._tokens.numpy()
-        self._kept: dict[int, Tensor] = {}
+        self._kept: dict[int, _Call] = {}

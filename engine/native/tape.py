@@ -25,6 +25,7 @@ class NativeTape:
         self._kept: list[Any] = []
         self._pool: Pool | None = None
         self._buffer: Tensor | None = None
+        self._address = 0
 
     def __len__(self) -> int:
         return len(self._records) // RECORD
@@ -48,7 +49,8 @@ class NativeTape:
             return
         if self._buffer is None:
             self._buffer = torch.frombuffer(self._records.copy(), dtype=torch.uint8)
-        self._pool.run(self._buffer.data_ptr(), len(self))
+            self._address = self._buffer.data_ptr()
+        self._pool.run(self._address, len(self))
 
 
 class NativeGraphs:

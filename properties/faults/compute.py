@@ -50,7 +50,7 @@ PADDING = in_area(
         "N04",
         "block tables are copied only for steps that pad",
         ("writes", "solo"),
-        line(INPUTS, "fill", "host[:n] = torch", "if not entry.wide or n < rows: host[:n] = torch"),
+        line(INPUTS, "fill", "host[:n] = value", "if not entry.wide or n < rows: host[:n] = value"),
         rules=("12.6",),
         needs="exact replay",
     ),
