@@ -110,7 +110,7 @@ async def send_whole(send: Send, body: Any) -> None:
 
 def frame(event: Mapping[str, Any]) -> bytes:
     """One server-sent event. LF only: many clients split at an empty line and know no CRLF."""
-    return ServerSentEvent(dumps(event).decode(), sep="\n").encode()
+    return b"data: " + dumps(event) + b"\n\n"  # JSON is one line, so there is nothing to split
 
 
 async def send_events(send: Send, events: AsyncIterator[bytes]) -> None:
