@@ -1,0 +1,66 @@
+"""The table of faults of recorded graphs: a sample of it hunted again, all of it in the slow run, and how it can fail."""
+
+from __future__ import annotations
+
+import json
+from unittest.mock import patch
+
+import attrs
+import pytest
+
+from engine.control import scheduler
+from engine.control.replay import decide
+from properties import faults, graph_faults
+from properties.__main__ import main
+from properties.faults import CATALOGUE
+from properties.graph_faults import BEYOND, REPORTED, RUNGS, Hunted, chosen, complaints, hunt, hunts, page
+
+SAMPLE = ("G02", "N01")
+pytestmark = pytest.mark.timeout(900)  # a busy machine takes minutes to import torch
+
+
+def test_the_table_holds_every_fault_of_graphs_and_those_of_reports_about_them() -> None:
+    assert {fault.id for fault in CATALOGUE.values() if fault.area == "graph replay"} | set(REPORTED) == set(chosen())
+    for fault, rung in BEYOND:
+        assert fault in chosen()
+        assert rung in RUNGS
+        assert CATALOGUE[fault].rung != rung  # where it is at home it must be found
+    assert complaints([Hunted("N42", "rows", 9, None), Hunted("N42", "tiny", 1, "writes", 2)]) == []
+    assert complaints([Hunted("N42", "tiny", 9, None)]) != []
+
+
+@pytest.mark.parametrize("fault", SAMPLE)
+def test_a_sample_is_killed_on_both_rungs(fault: str) -> None:
+    listed = list(hunts([fault]))
+    assert complaints(listed) == []
+    assert [line.rung for line in listed] == list(RUNGS)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(7200)
+def test_every_fault_of_the_table_is_killed() -> None:
+    assert complaints(list(hunts(chosen()))) == []
+
+
+def test_a_fault_that_does_nothing_lives() -> None:
+    harmless = attrs.evolve(CATALOGUE["G02"], change=lambda: (scheduler, "decide", decide))
+    with patch.dict(faults.CATALOGUE, {"G02": harmless}):
+        line = hunt("G02", "rows", bound=3)
+    assert line == Hunted("G02", "rows", 3, None)
+    assert complaints([line]) == ["G02 is not killed on rows in 3 workloads", "G02 is killed on no rung"]
+    assert "**lives**" in page([line, Hunted("G02", "tiny", 1, "replay", 2)])
+
+
+def test_the_command_prints_the_table_and_its_complaints(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    killed, lives = Hunted("G02", "rows", 4, "replay", 2), Hunted("G02", "tiny", 9, None)
+    monkeypatch.setattr(graph_faults, "hunts", lambda faults: iter([killed, attrs.evolve(killed, rung="tiny")]))
+    assert main(["graph-faults", "--only", "G02"]) == 0
+    assert "| G02 |  | scattered rows are replayed | replay, 4 | replay, 4 |" in capsys.readouterr().out
+    monkeypatch.setattr(graph_faults, "hunts", lambda faults: iter([killed, lives]))
+    assert main(["graph-faults", "--only", "G02", "--json"]) == 1
+    assert json.loads(capsys.readouterr().out)["complaints"] == ["G02 is not killed on tiny in 9 workloads"]
+    with pytest.raises(SystemExit):
+        main(["graph-faults", "--only", "A05"])
+    assert "A05 is no fault of graphs, padding or rows" in capsys.readouterr().err
