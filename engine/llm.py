@@ -14,7 +14,7 @@ from typing import Any, cast
 import attrs
 
 from engine.config import EngineConfig
-from engine.control.plan import Sampled
+from engine.control.plan import Logprobs, Sampled
 from engine.control.record import Facts, Finished
 from engine.engine import Engine
 from engine.request import InvalidRequest, SamplingParams
@@ -54,6 +54,13 @@ class Output:
     @property
     def finish_reason(self) -> str:
         return self.choices[0].finish_reason
+
+    @property
+    def prompt_logprobs(self) -> tuple[Logprobs, ...] | None:
+        """One for each prompt token but the first; None unless ``SamplingParams.prompt_logprobs`` asked for them, or when no
+        token was sampled."""
+        sampled = self.choices[0].sampled
+        return sampled[0].prompt if sampled else None
 
     @property
     def cached_tokens(self) -> int:

@@ -96,12 +96,19 @@ class Options:
     capture_rows: Annotated[
         tuple[int, ...] | None,
         _flag(
-            _MEMORY, "Row counts to record graphs for; by default 1, 2, 4, ... --max-num-seqs.", consume_multiple=True
+            _MEMORY,
+            "Row counts to record graphs for, up to --max-num-seqs; by default every count with native kernels (above 64 "
+            "every sixteenth), else 1, 2, 4 and so on.",
+            consume_multiple=True,
         ),
     ] = None
     capture_widths: Annotated[
         tuple[int, ...] | None,
-        _flag(_MEMORY, "Block-table widths to record; by default up to the longest, in steps.", consume_multiple=True),
+        _flag(
+            _MEMORY,
+            "Block-table widths to record; by default the longest alone with native kernels, else in steps.",
+            consume_multiple=True,
+        ),
     ] = None
     capture_max_len: Annotated[
         int | None, _flag(_MEMORY, "Longest context to record graphs for, in tokens; longer ones run eagerly.")

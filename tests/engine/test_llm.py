@@ -172,6 +172,17 @@ def test_logprobs_and_digests(llm: LLM) -> None:
     assert plain.choices[0].sampled[0].digest is None
 
 
+def test_prompt_logprobs(llm: LLM) -> None:
+    prompt = [5, 9, 17, 33]
+    asked, plain = llm.generate(
+        [prompt, prompt], [SamplingParams(max_tokens=2, prompt_logprobs=2), SamplingParams(max_tokens=2)]
+    )
+    assert plain.prompt_logprobs is None
+    assert asked.prompt_logprobs is not None
+    assert len(asked.prompt_logprobs) == len(prompt) - 1
+    assert all(one.chosen <= 0 and one.rank >= 1 and len(one.top) == 2 for one in asked.prompt_logprobs)
+
+
 def test_facts(llm: LLM) -> None:
     outputs = llm.generate(TEXTS, GREEDY)
     facts = [output.choices[0].facts for output in outputs]

@@ -206,7 +206,6 @@ def test_prompts_that_begin_alike_meet_their_blocks_again(cluster: Cluster) -> N
     )  # of 96 tokens in whole blocks each; sent to either worker in turn it would be two thirds
 
 
-@pytest.mark.slow  # three processes that import torch
 def test_kill_9_of_one_worker_under_load(cluster: Cluster, capsys: pytest.CaptureFixture[str]) -> None:
     solo = answers(cluster.urls[0], [prompt_of(number) for number in range(16)])
     assert answers(cluster.urls[1], list(solo)) == solo
