@@ -11,7 +11,7 @@ prefill. Whatever else the runner raises is a finding, though the engine contain
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Any, Protocol
+from typing import Any, ClassVar, Protocol
 
 import torch
 from torch import Tensor
@@ -145,7 +145,12 @@ class Watch:
 
 
 class ComputeRung(EngineRung):
-    """The real engine and the production runner over the network that ``make`` makes."""
+    """The real engine and the production runner over the network that ``make`` makes.
+
+    ``staged``: see ``PlanRunner``.
+    """
+
+    staged: ClassVar[bool | None] = None
 
     def __init__(self, shape: WorkloadShape, make: MakeNetwork, oracle: Oracle) -> None:
         self._shape = shape
@@ -155,7 +160,7 @@ class ComputeRung(EngineRung):
             wires.append(Tripwire(make(sizes)))
             return wires[0]
 
-        self.runner = PlanRunner(limits(shape), wired, prefill_tokens=BATCH)
+        self.runner = PlanRunner(limits(shape), wired, prefill_tokens=BATCH, staged=self.staged)
         self.runner.warm()
         self.network = wires[0].inner
         self._cache = self.watch()

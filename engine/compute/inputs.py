@@ -21,6 +21,7 @@ import torch
 from torch import Tensor
 
 from engine.compute.network import Pool, Tokens
+from engine.compute.staging import Upload
 
 
 @attrs.frozen
@@ -42,19 +43,23 @@ def declare(pool: Pool) -> tuple[Padding, ...]:
 
 
 class StaticInputs:
-    """Buffers of ``rows`` rows and tables of ``width`` blocks, int64. On CUDA they are filled through pinned copies."""
+    """Buffers of ``rows`` rows and tables of ``width`` blocks, int64.
 
-    def __init__(self, rows: int, width: int, pool: Pool, device: torch.device) -> None:
+    ``staged``, they go to the device in one copy, and a step reads them there; by default on CUDA.
+    """
+
+    def __init__(self, rows: int, width: int, pool: Pool, device: torch.device, *, staged: bool | None = None) -> None:
         self.padding = declare(pool)
-        cuda = device.type == "cuda"
+        staged = device.type == "cuda" if staged is None else staged
+        self._upload = Upload(sum(rows * (width if e.wide else 1) for e in self.padding), device) if staged else None
         self.host: dict[str, Tensor] = {}
         self.device: dict[str, Tensor] = {}
         self._arrays: dict[str, npt.NDArray[np.int64]] = {}  # the host's memory again: numpy writes it at less cost
         for entry in self.padding:
             shape = (rows, width) if entry.wide else (rows,)
-            host = torch.full(shape, entry.fill, dtype=torch.int64, pin_memory=cuda)
+            host = torch.full(shape, entry.fill, dtype=torch.int64)
             self.host[entry.name] = host
-            self.device[entry.name] = host.to(device) if cuda else host
+            self.device[entry.name] = host
             self._arrays[entry.name] = host.numpy()
 
     def fill(self, values: dict[str, npt.NDArray[np.int64]], rows: int, width: int) -> None:
@@ -72,13 +77,17 @@ class StaticInputs:
                 host, value = host[:, :width], value[:, :width]
             host[:n] = value
             host[n:] = entry.fill
-            if self.device[entry.name] is not self.host[entry.name]:
-                source = self._view(self.host, entry, rows, width)
-                self._view(self.device, entry, rows, width).copy_(source, non_blocking=True)
+        if self._upload is not None:
+            written = {entry.name: self._view(self.host, entry, rows, width).numpy() for entry in self.padding}
+            self._upload.write(written)
 
     def step(self, rows: int, width: int) -> tuple[Tokens, Tensor]:
         """The device buffers as a step of this shape sees them: tokens and tables [rows, width]."""
-        views = {entry.name: self._view(self.device, entry, rows, width) for entry in self.padding}
+        if self._upload is not None:
+            shapes = {entry.name: (rows, width) if entry.wide else (rows,) for entry in self.padding}
+            views = self._upload.views(shapes)
+        else:
+            views = {entry.name: self._view(self.device, entry, rows, width) for entry in self.padding}
         return Tokens(views["tokens"], views["positions"], views["slots"]), views["tables"]
 
     @staticmethod

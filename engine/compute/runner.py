@@ -29,6 +29,7 @@ from engine.compute.kv import kv_bytes_per_block
 from engine.compute.network import MakeNetwork, Sizes, Span, Tokens, draw_of
 from engine.compute.row_state import RowState, RowView
 from engine.compute.sampler import Sampler
+from engine.compute.staging import Upload
 from engine.compute.transformer import Transformer
 from engine.compute.weights import Progress, Weights, load_weights
 from engine.control.limits import Limits
@@ -42,9 +43,19 @@ PROMPT_LOGITS = 16  # rows of logits that a batch of prompt logprobs may have ev
 
 
 class PlanRunner:
-    """Any network behind ``Runner``. ``prefill_tokens`` bounds one prefill batch."""
+    """Any network behind ``Runner``. ``prefill_tokens`` bounds one prefill batch.
 
-    def __init__(self, limits: Limits, make_network: MakeNetwork, *, prefill_tokens: int = PREFILL_TOKENS) -> None:
+    ``staged``: what a step reads goes to the device in one copy; by default on CUDA.
+    """
+
+    def __init__(
+        self,
+        limits: Limits,
+        make_network: MakeNetwork,
+        *,
+        prefill_tokens: int = PREFILL_TOKENS,
+        staged: bool | None = None,
+    ) -> None:
         self.limits = limits
         sizes = sizes_of(limits, prefill_tokens)
         self._prefill_tokens = sizes.prefill_tokens
@@ -52,7 +63,10 @@ class PlanRunner:
         self.network = make_network(sizes)
         self.pool = self.network.pool
         self._device = self.network.device
-        self.inputs = StaticInputs(sizes.rows, sizes.width, self.pool, self._device)
+        staged = self._device.type == "cuda" if staged is None else staged
+        self.inputs = StaticInputs(sizes.rows, sizes.width, self.pool, self._device, staged=staged)
+        tables = min(sizes.prefill_tokens, limits.max_num_seqs) * sizes.width
+        self._upload = Upload(4 * sizes.prefill_tokens + tables, self._device) if staged else None
         self.rows = RowState(limits.max_num_seqs, sizes.width, self.pool.trash_block)
         self.sampler = Sampler(limits.max_num_seqs, self.network.vocab_size, self._device, draw=draw_of(self.network))
         self._graphs = self.network.graphs
@@ -168,18 +182,23 @@ class PlanRunner:
         rows = np.repeat(as_rows([chunk.row for chunk in chunks]), counts)
         positions = np.concatenate([np.arange(c.start, c.start + len(c.tokens), dtype=np.int64) for c in chunks])
         tokens = as_rows([token for chunk in chunks for token in chunk.tokens])
-        spans = []
-        for chunk, end, count in zip(chunks, ends, counts, strict=True):
-            blocks = self.limits.blocks_for(chunk.start + count)
-            table = self._to_device(self.rows.tables[chunk.row : chunk.row + 1, :blocks])
-            spans.append(Span(int(end) - count, count, chunk.start, table))
         last = as_rows([end - 1 for chunk, end in zip(chunks, ends, strict=True) if chunk.samples])
-        step = Tokens(*(self._to_device(values) for values in (tokens, positions, self.slots(rows, positions))))
         told = [self.sampler.prompt_positions(c.row, c.start, len(c.tokens)) for c in chunks]
         first = [end - count - c.start for c, end, count in zip(chunks, ends, counts, strict=True)]
         asked = as_rows([first[i] + position for i, positions in enumerate(told) for position in positions])
         wanted = np.concatenate([asked, last])
-        logits = self.network.prefill(eagerly, step, spans, self._to_device(wanted) if len(wanted) else None)
+        numbers = {"tokens": tokens, "positions": positions, "slots": self.slots(rows, positions), "wanted": wanted}
+        for chunk, count in zip(chunks, counts, strict=True):
+            blocks = self.limits.blocks_for(chunk.start + count)
+            numbers[f"table of row {chunk.row} from {chunk.start}"] = self.rows.tables[
+                chunk.row : chunk.row + 1, :blocks
+            ]
+        on_device = list(self._to_device(numbers).values())
+        spans = [
+            Span(int(end) - count, count, chunk.start, table)
+            for chunk, end, count, table in zip(chunks, ends, counts, on_device[4:], strict=True)
+        ]
+        logits = self.network.prefill(eagerly, Tokens(*on_device[:3]), spans, on_device[3] if len(wanted) else None)
         if logits is None or not len(asked):
             return logits
         done = 0
@@ -188,8 +207,10 @@ class PlanRunner:
             done += len(there)
         return logits[done:] if len(last) else None
 
-    def _to_device(self, values: npt.NDArray[np.int64]) -> Tensor:
-        return torch.from_numpy(np.ascontiguousarray(values)).to(self._device)
+    def _to_device(self, parts: dict[str, npt.NDArray[np.int64]]) -> dict[str, Tensor]:
+        if self._upload is not None:
+            return self._upload.write(parts)
+        return {name: torch.from_numpy(np.ascontiguousarray(part)).to(self._device) for name, part in parts.items()}
 
 
 class ModelRunner(PlanRunner):

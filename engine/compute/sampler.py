@@ -24,6 +24,7 @@ import torch
 from engine.compute.sampling_choice import choose, first
 from engine.compute.sampling_noise import counters, stream_key
 from engine.compute.sampling_row import F32, RowState
+from engine.compute.staging import Readback
 from engine.control.plan import Logprobs, Move, Sampled, Seat
 
 _WORTH_A_THREAD = 2**17  # logits; below it handing rows to threads costs more than it saves
@@ -57,9 +58,9 @@ class Sampler:
         self._pool = ThreadPoolExecutor(threads, "sampler") if threads > 1 else None
         self._states: list[RowState | None] = [None] * rows
         self._counters = counters(vocab_size)
-        self._pinned: torch.Tensor | None = None  # page-locked memory, which a GPU copies into at full speed
+        self._readback: Readback | None = None
         if torch.device(device).type == "cuda":
-            self._pinned = torch.empty((rows, vocab_size), dtype=torch.float32, pin_memory=True)
+            self._readback = Readback(rows, vocab_size, torch.device(device))
 
     def vacate(self, row: int) -> None:
         """The request of ``row`` left; nothing of it stays."""
@@ -115,9 +116,9 @@ class Sampler:
         states = [seated[row] or self._state(row) for row in rows]
         if self._draw is not None:
             return self._draw_rows(self._draw, logits, states, positions)
-        sampled = [Sampled(token) for token in argmax(logits)]
         special = [i for i, state in enumerate(states) if not state.plain]
-        host = self._to_host(logits, special)
+        tokens, host = self._to_host(logits, special)
+        sampled = [Sampled(token) for token in tokens]
 
         def work(k: int) -> Sampled:
             i = special[k]
@@ -154,15 +155,16 @@ class Sampler:
             raise LookupError(f"row {row} is sampled, but no request is seated there")
         return state
 
-    def _to_host(self, logits: torch.Tensor, chosen: list[int]) -> Sequence[F32]:
+    def _to_host(self, logits: torch.Tensor, chosen: list[int]) -> tuple[list[int], Sequence[F32]]:
+        """The argmax of each row, and the logits of those ``chosen``: from a GPU in one copy."""
+        if self._readback is not None:
+            tokens, whole = self._readback.read(logits, chosen)
+            return tokens, list(whole)
+        tokens = argmax(logits)
         if not chosen:
-            return ()
-        if self._pinned is None:
-            host: F32 = logits.cpu().numpy()
-            return [host[i] for i in chosen]
-        part = self._pinned[: len(chosen)]
-        part.copy_(logits[chosen])
-        return list(part.numpy())
+            return tokens, ()
+        host: F32 = logits.cpu().numpy()
+        return tokens, [host[i] for i in chosen]
 
     def _sample_row(self, raw: F32, state: RowState, position: int, token: int) -> Sampled:
         """One row that needs more than ``token``, the argmax of its raw logits [vocab]."""

@@ -5,7 +5,6 @@
     weights.py    tensors as those kernels want them
     network.py    the decoder as a ``Network``
     runner.py     the network behind ``Runner``
-    staging.py    index tensors to the device, and tokens back, each in one copy
     device.py     which device there is, what it has to spare, and how torch must compute on it
 
 Nothing here is imported unless the settings or the device ask for it, and without Triton torch's kernels serve instead.

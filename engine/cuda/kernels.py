@@ -124,11 +124,11 @@ class Kernels:
         partial, stats = scratch
         rows, heads, splits, _ = partial.shape
         self._check(qkv, cache, out, rows)
-        _must(tables.is_contiguous() and tables.shape[0] == rows, "tables", tables)
+        _must(tables.stride(1) == 1 and tables.shape[0] == rows, "tables", tables)
         _must(stats.shape == (rows, heads, splits, 2), "stats", stats)
         _must(self.splits(tables.shape[1] * self.layout.block_size) <= splits, "partial", partial)
         self._programs.attend_decode[rows, self.layout.kv_heads, splits](
-            qkv, cache[0], cache[1], tables, positions, partial, stats, tables.shape[1], splits, window or NO_WINDOW,
+            qkv, cache[0], cache[1], tables, positions, partial, stats, tables.stride(0), splits, window or NO_WINDOW,
             **self._heads, **_OPTIONS,
         )  # fmt: skip
         chosen = {name: self._heads[name] for name in ("HEADS", "DIM", "DIM_PAD", "SPLIT")}

@@ -77,9 +77,9 @@ def _first_tile(query, window, TILE: tl.constexpr):
     return tl.maximum(query - window + 1, 0) // TILE * TILE
 
 
-@triton.jit(do_not_specialize=["width", "splits", "window"], do_not_specialize_on_alignment=["tables"])
+@triton.jit(do_not_specialize=["table_stride", "splits", "window"], do_not_specialize_on_alignment=["tables"])
 def attend_decode(
-    qkv, keys, values, tables, positions, partial, stats, width, splits, window,
+    qkv, keys, values, tables, positions, partial, stats, table_stride, splits, window,
     QKV: tl.constexpr, HEADS: tl.constexpr, GROUP: tl.constexpr, SCALE: tl.constexpr, DIM: tl.constexpr,
     DIM_PAD: tl.constexpr, KV_HEADS: tl.constexpr, BLOCK_SIZE: tl.constexpr, ROWS: tl.constexpr, TILE: tl.constexpr,
     SPLIT: tl.constexpr, WIDE: tl.constexpr,
@@ -96,7 +96,7 @@ def attend_decode(
         begin = tl.maximum(first, _first_tile(query, window, TILE))
         end = tl.minimum(first + SPLIT, query + 1)
         peak, total, acc = _attend_split(
-            q, tl.zeros([ROWS], tl.int64) + query, window, begin, end, keys, values, tables + row * width, kv_head,
+            q, tl.zeros([ROWS], tl.int64) + query, window, begin, end, keys, values, tables + row * table_stride, kv_head,
             SCALE, DIM, DIM_PAD, KV_HEADS, BLOCK_SIZE, ROWS, TILE, WIDE,
         )  # fmt: skip
         place = (row * HEADS + head) * splits + split

@@ -18,7 +18,10 @@ from engine.cuda import kernels as launching
 from engine.cuda.kernels import Kernels, Layout
 
 # Lanes that no query stands on divide 0 by 0; nobody stores them.
-pytestmark = pytest.mark.filterwarnings("ignore:invalid value encountered in divide:RuntimeWarning")
+pytestmark = [
+    pytest.mark.filterwarnings("ignore:invalid value encountered in divide:RuntimeWarning"),
+    pytest.mark.timeout(1800),  # the interpreter takes seconds where a GPU takes microseconds
+]
 
 GROUPED = Layout(heads=6, kv_heads=2, dim=64, block_size=8)  # three heads on one K/V head: no power of two
 FP32 = errors.BOUNDS["float32"]
@@ -62,12 +65,15 @@ def deviation(kernels: Kernels, case: errors.Case, window: int | None = None) ->
     return decoded, errors.error(errors.prefill(kernels, case, 2, chunk, start, window), wanted)
 
 
-@pytest.mark.parametrize("window", [None, 1, 9, 64, 70, 1000])
+@pytest.mark.parametrize(
+    "window", [None, 9, 70, *(pytest.param(window, marks=pytest.mark.slow) for window in (1, 64, 1000))]
+)
 def test_grouped_queries_and_windows(case: errors.Case, window: int | None) -> None:
     kernels = Kernels(GROUPED, errors.device(), split=errors.SPLIT)
     assert max(deviation(kernels, case, window)) <= FP32
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("split", [64, 128, 256, 512])
 def test_any_split_gives_the_same_numbers(case: errors.Case, split: int) -> None:
     kernels = Kernels(GROUPED, errors.device(), split=split)
@@ -181,7 +187,12 @@ def broken(monkeypatch: pytest.MonkeyPatch, folder: Path, text: str, instead: st
         return Kernels(GROUPED, errors.device(), split=2 * errors.SPLIT)  # two tiles in a split, three splits in a row
 
 
-@pytest.mark.parametrize("what", BREAKS)
+QUICK = ("splits are merged without rescaling", "tiles are folded without rescaling", "a query does not see itself")
+
+
+@pytest.mark.parametrize(
+    "what", [name if name in QUICK else pytest.param(name, marks=pytest.mark.slow) for name in BREAKS]
+)
 def test_a_broken_kernel_is_seen(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, case: errors.Case, what: str) -> None:
     kernels = broken(monkeypatch, tmp_path, *BREAKS[what])
     assert max(deviation(kernels, case)) > 100 * FP32

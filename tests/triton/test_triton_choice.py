@@ -94,14 +94,14 @@ def test_the_pool_takes_what_weights_and_graphs_leave() -> None:
 
 def test_the_pool_of_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
     """The number of blocks follows the free memory of the device, less the budget of the graphs."""
-    free = 2 * WORKSPACE
+    free = int((WORKSPACE + 60 * 2**20) / SHARE)  # less than every row at full length needs
     monkeypatch.setattr(build, "_free_bytes", lambda device: free)
-    config = EngineConfig(max_num_seqs=512, max_num_batched_tokens=512, capture_memory=64)
+    config = EngineConfig(max_num_seqs=512, max_num_batched_tokens=512, capture_memory=16)
     blocks = build.settle(config, synthetic_model(), "cuda", torch.bfloat16, "triton").num_blocks
     eager = EngineConfig(max_num_seqs=512, max_num_batched_tokens=512, enforce_eager=True)
     more = build.settle(eager, synthetic_model(), "cuda", torch.bfloat16, "triton").num_blocks
     per_block = 2 * 2 * 2 * 16 * 16 * 2  # layers, keys and values, heads, positions, numbers, bytes
-    assert abs((more - blocks) * per_block - 64 * 2**20) <= per_block
+    assert abs((more - blocks) * per_block - 16 * 2**20) <= per_block
     free = WORKSPACE
     with pytest.raises(ConfigError, match=r"needs .* MiB of KV cache, but"):
         build.settle(eager, synthetic_model(), "cuda", torch.bfloat16, "triton")
