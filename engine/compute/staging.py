@@ -41,7 +41,7 @@ class _Done:
 def _event(device: torch.device) -> Event:
     if device.type != "cuda":
         return _Done()
-    event: Event = torch.cuda.Event()  # type: ignore[no-untyped-call]
+    event: Event = torch.cuda.Event()
     return event
 
 
