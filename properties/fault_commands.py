@@ -7,17 +7,21 @@ import json
 import os
 import sys
 import tempfile
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
 import attrs
 
 from engine.trace import save
-from properties import corpus, fault_table, matrix_page
+from properties import corpus, fault_table, law_matrix, matrix_page
 from properties.checks import ORDER
 from properties.faults import CATALOGUE
 from properties.killing import first_kill, reduced
+from properties.law_commands import law_fault
+from properties.law_faults import LAW_FAULTS, any_fault
+from properties.law_matrix import LawRow
+from properties.laws import LAWS
 from properties.matrix import Matrix, Row, stored
 from properties.matrix_run import digest, rows
 from properties.options import fault as fault_id
@@ -31,43 +35,66 @@ def show_matrix(options: Options) -> int:
 
     The cells are written as they come, so that a run that was cut short is taken up with ``--missing``.
     """
-    kept = _kept_rows(options)
-    had = {row.fault for row in kept}
-    chosen = [] if options.stored else options.only or [fault for fault in CATALOGUE if fault not in had]
-    jobs = min(options.jobs or len(os.sched_getaffinity(0)), max(1, len(chosen)))
-    result = stored() if options.stored else Matrix(kept, digest())
+    result = stored() if options.stored else _kept(options)
     writes = not options.stored and (options.missing or not options.only)
     shown: list[Row] = []
-    for row in (
-        rows(chosen, generated=options.workloads, seeds=options.seeds, jobs=jobs, progress=_told) if chosen else ()
-    ):
-        shown.append(row)
-        result = result.replaced(Matrix((row,), result.sample))
-        if writes and (len(shown) % 10 == 0 or row.fault == chosen[-1]):
+    law_shown: list[LawRow] = []
+    for row in () if options.stored else _made(options, result):
+        (shown if isinstance(row, Row) else law_shown).append(row)  # type: ignore[arg-type]
+        new = Matrix((row,), result.sample) if isinstance(row, Row) else Matrix((), "", (row,), law_matrix.digest())
+        result = result.replaced(new)
+        if writes and (len(shown) + len(law_shown)) % 10 == 0:
             _write_matrix(result, options.output)
-    whole = not options.only or options.missing
+    if writes:
+        _write_matrix(result, options.output)
+    whole = options.stored or writes
     complaints = result.complaints(whole=whole)
     if options.json:
         told = [_plain(row) for row in (shown if options.only else result.rows)]
-        _print_json({"holds": not complaints, "complaints": complaints, "rows": told})
+        laws = [attrs.asdict(row) for row in (law_shown if options.only else result.laws)]
+        _print_json({"holds": not complaints, "complaints": complaints, "rows": told, "laws": laws})
         return VIOLATED if complaints else HOLDS
     if options.only:
-        print("\n\n".join(_block(row) for row in shown))
+        print("\n\n".join([*map(_block, shown), *map(_law_block, law_shown)]))
     if whole:
-        print("\n".join(matrix_page.totals(result)))
+        print("\n".join([*matrix_page.totals(result), matrix_page.law_totals(result.laws)]))
     for complaint in complaints:
         print(f"MATRIX: {complaint}")
     return VIOLATED if complaints else HOLDS
 
 
-def _kept_rows(options: Options) -> tuple[Row, ...]:
-    """With ``--missing``: the stored rows that are of today's catalogue, unless the generator makes other workloads by now."""
-    if not options.missing or not (options.output / "matrix.json").exists():
-        return ()
-    cells = Matrix.loads((options.output / "matrix.json").read_text(encoding="utf-8"))
-    if cells.sample != digest():
-        return ()
-    return tuple(row for row in cells.rows if row.fault is None or row.fault in CATALOGUE)
+def _made(options: Options, kept: Matrix) -> Iterator[Row | LawRow]:
+    """The rows that the options ask for, those of lockstep first."""
+    had, had_laws = {row.fault for row in kept.rows}, {row.fault for row in kept.laws}
+    chosen = [fault for fault in CATALOGUE if fault not in had]
+    for_laws: list[str | None] = [fault for fault in (None, *LAW_FAULTS) if fault not in had_laws]
+    if options.only:
+        chosen = [fault for fault in options.only if fault in CATALOGUE]
+        for_laws = [None, *(fault for fault in options.only if options.laws or fault in LAW_FAULTS)]
+    cores = options.jobs or len(os.sched_getaffinity(0))
+    if chosen and not options.laws:
+        jobs = min(cores, len(chosen))
+        yield from rows(chosen, generated=options.workloads, seeds=options.seeds, jobs=jobs, progress=_told)
+    if for_laws and for_laws != [None]:
+        from properties.law_cells import law_rows  # imports torch
+
+        yield from law_rows(for_laws, jobs=min(cores, len(for_laws)), progress=_told)
+
+
+def _kept(options: Options) -> Matrix:
+    """What is not run again: with ``--laws`` the other rows; with ``--missing`` all stored rows that are of today's catalogues,
+    unless the generators make other workloads and requests by now."""
+    file = options.output / "matrix.json"
+    if not (options.missing or options.laws) or not file.exists():
+        return Matrix((), digest())
+    cells = Matrix.loads(file.read_text(encoding="utf-8"))
+    kept = tuple(row for row in cells.rows if row.fault is None or row.fault in CATALOGUE)
+    if not options.laws and cells.sample != digest():
+        kept = ()
+    laws = tuple(row for row in cells.laws if options.missing and (row.fault is None or row.fault in LAW_FAULTS))
+    if laws and cells.requests != law_matrix.digest():
+        laws = ()
+    return Matrix(kept, cells.sample if kept else digest(), laws, cells.requests if laws else "")
 
 
 def _write_matrix(result: Matrix, folder: Path) -> None:
@@ -162,6 +189,21 @@ def _block(row: Row) -> str:
     )
 
 
+def _law_block(row: LawRow) -> str:
+    """One row of the laws, for reading alone."""
+    cells = ", ".join(f"{law} {text}" for law in LAWS if (text := matrix_page.law_cell(row, law)))
+    if row.fault is None:
+        return f"without a fault: {cells or 'every law holds'}"
+    lines = [
+        f"{row.fault}  {any_fault(row.fault).title}",
+        f"    broken laws and the iteration in which each shows, * must: {cells or row.base or 'none'}",
+    ]
+    if row.elsewhere is not None:
+        seen = ", ".join(f"{check} {count}" for check, count in row.elsewhere.items())
+        lines.append(f"    in lockstep on the tiny rung, checks and workloads: {seen or 'nobody sees it'}")
+    return "\n".join(lines)
+
+
 def _plain(row: Row) -> dict[str, Any]:
     fault = CATALOGUE.get(str(row.fault))
     told = {} if fault is None else {"title": fault.title, "expect": list(fault.expect), "source": fault.source}
@@ -186,8 +228,8 @@ def add_commands(
     grid = command(
         "matrix",
         show_matrix,
-        "Arm every fault in turn and count which checks see it, each judged alone; fail on an unseen fault or a useless "
-        "check. Writes matrix.json and matrix.md.",
+        "Arm every fault in turn and count which checks see it, each judged alone, and which laws; fail on an unseen fault or "
+        "a useless check or law. Writes matrix.json and matrix.md.",
         "matrix --only A05",
     )
     table = command(
@@ -196,10 +238,8 @@ def add_commands(
         "Hunt every fault of the catalogue: search, shrink, save, replay. Writes faults.json and faults.md.",
         "faults --only A05",
     )
-    for made in (grid, table):
-        made.add_argument(
-            "--only", metavar="FAULT", nargs="+", type=fault_id, help="some faults; then nothing is written"
-        )
+    for made, known in ((grid, law_fault), (table, fault_id)):
+        made.add_argument("--only", metavar="FAULT", nargs="+", type=known, help="some faults; then nothing is written")
         made.add_argument("--output", metavar="DIR", type=Path, default=Path("ci"), help="where it is written (ci)")
     grid.add_argument(
         "--workloads",
@@ -212,6 +252,9 @@ def add_commands(
     )
     grid.add_argument("--jobs", metavar="J", type=at_least(1), help="processes (default: one a core)")
     grid.add_argument("--missing", action="store_true", help="keep the rows that are stored; with --only: add to them")
+    grid.add_argument(
+        "--laws", action="store_true", help="run the laws' rows only, and keep the others that are stored"
+    )
     grid.add_argument("--stored", action="store_true", help="judge the cells of the last whole run; run nothing")
     table.add_argument("--seconds", metavar="S", type=float, default=fault_table.SECONDS, help="for each fault (60)")
     table.add_argument("--seed", metavar="S", type=at_least(0), default=1, help="the same seed runs the same workloads")

@@ -8,7 +8,7 @@ from collections.abc import Callable
 
 import attrs
 
-from properties.faults import armed
+from properties.law_faults import LAW_FAULTS, armed_for_laws
 from properties.law_play import DEFAULT, TINY
 from properties.laws import LAWS, Report, check_laws
 from properties.options import Misuse, fault
@@ -25,7 +25,7 @@ def show_laws(options: argparse.Namespace) -> int:
     except LoadError as error:
         raise Misuse(f"--model: {error}") from None
     lists = make.lists(range(options.seed, options.seed + options.lists), options.requests)
-    with armed(options.arm):
+    with armed_for_laws(options.arm):
         report = check_laws(make, lists, only=options.only)
     holds = not report.findings and not report.missed
     if options.json:
@@ -58,6 +58,11 @@ def _table(report: Report) -> list[str]:
     return lines
 
 
+def law_fault(text: str) -> str:
+    """An id of the laws' own faults or of the catalogue."""
+    return text if text in LAW_FAULTS else fault(text)
+
+
 def add_commands(
     command: Callable[..., argparse.ArgumentParser], at_least: Callable[[int], Callable[[str], int]]
 ) -> None:
@@ -80,4 +85,6 @@ def add_commands(
     laws.add_argument(
         "--compute", choices=("auto", "native", "torch"), default="auto", help="the engine's compute path"
     )
-    laws.add_argument("--arm", metavar="FAULT", type=fault, help="run with this fault of the catalogue")
+    laws.add_argument(
+        "--arm", metavar="FAULT", type=law_fault, help="run with this fault: W01 and so on, or the catalogue's"
+    )

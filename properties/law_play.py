@@ -18,6 +18,7 @@ from engine.control.plan import Plan, Replay, Sampled
 from engine.control.record import StepRecord
 from engine.engine import Engine
 from engine.request import SamplingParams
+from properties.guard import Guard, Overtime
 
 Lever = Callable[[Engine], None]  # what a test does to an engine before it runs
 MOST_ITERATIONS = 5_000
@@ -59,6 +60,15 @@ class Played:
         return sum(len(one.tokens) for choices in self.told for one in choices)
 
 
+class Failed(RuntimeError):
+    """The engine raised, or a call to it did not come back in time (``overtime``). ``iteration`` counts from 1."""
+
+    def __init__(self, told: str, iteration: int, *, overtime: bool) -> None:
+        super().__init__(told)
+        self.iteration = iteration
+        self.overtime = overtime
+
+
 @attrs.define
 class _Answer:
     seed: int
@@ -73,34 +83,64 @@ class _Answer:
         return Told(tokens, digests, self.reason, self.stop, self.seed, tuple(self.iterations))
 
 
-def play(engine: Engine, asks: Sequence[Ask], *, lever: Lever | None = None, stop_after: int | None = None) -> Played:
-    """Runs ``asks`` until every one has ended, or for ``stop_after`` iterations. Raises ``RuntimeError`` when no end comes."""
+def play(
+    engine: Engine,
+    asks: Sequence[Ask],
+    *,
+    lever: Lever | None = None,
+    stop_after: int | None = None,
+    guard: Guard | None = None,
+) -> Played:
+    """Runs ``asks`` until every one has ended, or for ``stop_after`` iterations. ``guard``, when it is entered, bounds each
+    iteration. Raises ``Failed`` for whatever the engine raises and when no end comes."""
     if lever is not None:
         lever(engine)
-    answers: list[list[_Answer]] = [[] for _ in asks]
-    of: dict[int, _Answer] = {}
-    ids: list[tuple[int, ...]] = [() for _ in asks]
-    happened: Counter[str] = Counter()
+    played = _Play(engine, asks)
+    bounded = guard or Guard()
     last = max((max(ask.at, ask.abort or 0) for ask in asks), default=0)
     iteration = 0
-    while (iteration <= last or engine.has_work) and iteration != stop_after:
-        for index, ask in enumerate(asks):
-            if ask.at == iteration:
-                submitted = engine.submit(ask.prompt, ask.params)
-                ids[index] = submitted.requests
-                answers[index] = [_Answer(seed) for seed in submitted.seeds]
-                of |= dict(zip(submitted.requests, answers[index], strict=True))
-        for index, ask in enumerate(asks):
-            for request in ids[index] if ask.abort == iteration else ():
-                engine.abort(request)
-        _take(engine.step(), of, happened)
-        happened["waited"] += bool(engine.scheduler.waiting)
+    while iteration != stop_after:
+        try:
+            if iteration > last and not bounded(lambda: engine.has_work):
+                break
+            bounded(lambda: played.step(iteration))  # noqa: B023 - called at once
+        except (Exception, Overtime) as error:  # the engine under test may raise whatever it likes
+            raise Failed(bounded.told(error), iteration + 1, overtime=isinstance(error, Overtime)) from error
         iteration += 1
         if iteration > MOST_ITERATIONS:
-            raise RuntimeError(f"no end after {iteration} iterations: {engine.ledger()}")
-    happened["unfinished"] = len(engine.scheduler.requests)
-    told = tuple(tuple(answer.told() for answer in choices) for choices in answers)
-    return Played(told, tuple(choices[0].row if choices else None for choices in answers), happened)
+            raise Failed(f"no end after {iteration - 1} iterations", iteration, overtime=False)
+    return played.result()
+
+
+class _Play:
+    """What the requests of one run have been told so far."""
+
+    def __init__(self, engine: Engine, asks: Sequence[Ask]) -> None:
+        self._engine, self._asks = engine, asks
+        self._answers: list[list[_Answer]] = [[] for _ in asks]
+        self._of: dict[int, _Answer] = {}
+        self._ids: list[tuple[int, ...]] = [() for _ in asks]
+        self._happened: Counter[str] = Counter()
+
+    def step(self, iteration: int) -> None:
+        """What arrives before ``iteration``, what is aborted before it, and the iteration."""
+        for index, ask in enumerate(self._asks):
+            if ask.at == iteration:
+                submitted = self._engine.submit(ask.prompt, ask.params)
+                self._ids[index] = submitted.requests
+                self._answers[index] = [_Answer(seed) for seed in submitted.seeds]
+                self._of |= dict(zip(submitted.requests, self._answers[index], strict=True))
+        for index, ask in enumerate(self._asks):
+            for request in self._ids[index] if ask.abort == iteration else ():
+                self._engine.abort(request)
+        _take(self._engine.step(), self._of, self._happened)
+        self._happened["waited"] += bool(self._engine.scheduler.waiting)
+
+    def result(self) -> Played:
+        self._happened["unfinished"] = len(self._engine.scheduler.requests)
+        told = tuple(tuple(answer.told() for answer in choices) for choices in self._answers)
+        rows = tuple(choices[0].row if choices else None for choices in self._answers)
+        return Played(told, rows, self._happened)
 
 
 def _take(record: StepRecord, of: dict[int, _Answer], happened: Counter[str]) -> None:

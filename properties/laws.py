@@ -21,7 +21,8 @@ from engine.config import EngineConfig
 from engine.control.limits import Limits
 from engine.engine import Engine
 from properties.checks import Fact, Finding
-from properties.law_play import Ask, Played, Told, play, preempting_every
+from properties.guard import CPU_SECONDS, Guard
+from properties.law_play import Ask, Failed, Played, Told, play, preempting_every
 
 CHECK = "laws"
 
@@ -45,11 +46,15 @@ class Ground:
     make: MakeEngine
     base: Played
     limits: Limits
+    guard: Guard
+
+    def play(self, engine: Engine, asks: Sequence[Ask] | None = None, **options: Any) -> Played:
+        return play(engine, self.asks if asks is None else asks, guard=self.guard, **options)
 
     def again(self, asks: Sequence[Ask] | None = None, *, every: int | None = None, **changes: Any) -> Played:
         """A run of a new engine with ``changes`` to the settings, preempting ``every`` so many iterations."""
         lever = None if every is None else preempting_every(every)
-        return play(self.make(attrs.evolve(self.config, **changes)), asks or self.asks, lever=lever)
+        return self.play(self.make(attrs.evolve(self.config, **changes)), asks, lever=lever)
 
     @property
     def smallest_pool(self) -> int:
@@ -123,27 +128,66 @@ def check_laws(
     *,
     only: Iterable[str] | None = None,
     settings: Mapping[str, Any] | None = None,
+    cpu_seconds: float = CPU_SECONDS,
 ) -> Report:
     """Holds every law, or those named in ``only``, against each list of requests.
 
-    ``settings`` change the base run. A changed run that raises breaks its law; what the base run raises is raised. Raises
-    ``KeyError`` for a name that is no law.
+    ``settings`` change the base run. A changed run that raises breaks its law; a base run that does is a finding of the check
+    ``raises``, and its list holds no law. An iteration of more than ``cpu_seconds`` of CPU time ends the whole check, since the
+    next would take as long again. Raises ``KeyError`` for a name that is no law.
     """
     chosen = [LAWS[name] for name in (LAWS if only is None else only)]
     rows = {law.name: Row(law.name) for law in chosen}
     findings: list[Finding] = []
-    for number, asks in enumerate(lists):
-        config = base_config(asks, **settings or {})
-        engine = make(config)
-        ground = Ground(tuple(asks), config, make, play(engine, asks), engine.limits)
-        for law in chosen:
-            findings += _hold(law, number, ground, rows[law.name])
+    with Guard(cpu_seconds) as guard:
+        for number, asks in enumerate(lists):
+            try:
+                findings += _hold_all(chosen, number, make, asks, base_config(asks, **settings or {}), rows, guard)
+            except _Endless as ended:
+                findings += ended.findings
+                break
     missed = [f"{row.law}: {what} never occurred" for row in rows.values() for what in row.idle]
     return Report(tuple(rows.values()), tuple(findings), tuple(missed))
 
 
+class _Endless(Exception):
+    """An iteration took too long; ``findings`` of its list, up to that one."""
+
+    def __init__(self, findings: Iterable[Finding]) -> None:
+        super().__init__()
+        self.findings = list(findings)
+
+
+def _hold_all(
+    laws: Sequence[Law],
+    number: int,
+    make: MakeEngine,
+    asks: Sequence[Ask],
+    config: EngineConfig,
+    rows: Mapping[str, Row],
+    guard: Guard,
+) -> list[Finding]:
+    """What ``laws`` find in one list. Raises ``_Endless``."""
+    findings: list[Finding] = []
+    engine = make(config)
+    try:
+        base = play(engine, asks, guard=guard)
+    except Failed as failed:
+        found = Finding("raises", failed.iteration, f"the base run of list {number}: {failed}")
+        if failed.overtime:
+            raise _Endless([found]) from None
+        return [found]
+    ground = Ground(tuple(asks), config, make, base, engine.limits, guard)
+    for law in laws:
+        try:
+            findings += _hold(law, number, ground, rows[law.name])
+        except _Endless as ended:
+            raise _Endless([*findings, *ended.findings]) from None
+    return findings
+
+
 def _hold(law: Law, number: int, ground: Ground, row: Row) -> list[Finding]:
-    """What one law finds in one list; ``row`` is added to."""
+    """What one law finds in one list; ``row`` is added to. Raises ``_Endless``."""
     findings: list[Finding] = []
     try:
         for tried in law.tries(ground):
@@ -151,7 +195,11 @@ def _hold(law: Law, number: int, ground: Ground, row: Row) -> list[Finding]:
             row.requests += len(tried.told)
             row.tokens += sum(len(one.tokens) for choices in tried.told.values() for one in choices)
             findings += _compare(law, number, tried, ground)
-    except Exception as error:  # noqa: BLE001 - whatever the engine raises, the base run did not
+    except Failed as failed:
+        findings.append(Finding(CHECK, failed.iteration, f"{law.name}: list {number} raised {failed}"))
+        if failed.overtime:
+            raise _Endless(findings) from None
+    except Exception as error:  # noqa: BLE001 - the engine could not even be made
         said = f"{law.name}: list {number} raised {type(error).__name__}: {error}"
         findings.append(Finding(CHECK, 1, said))
     return findings
@@ -254,7 +302,7 @@ def _prefix_cache(ground: Ground) -> Iterable[Try]:
 
 def _warm(ground: Ground) -> Iterable[Try]:
     engine = ground.make(ground.config)
-    first, second = (play(engine, ground.asks) for _ in range(2))
+    first, second = (ground.play(engine) for _ in range(2))
     more = second.happened["cached tokens"] - first.happened["cached tokens"]
     yield _all("the second time", second, more_cached_tokens=more)
 
@@ -283,8 +331,8 @@ def _aborts(ground: Ground) -> Iterable[Try]:
 
 def _restart(ground: Ground) -> Iterable[Try]:
     """An engine is left in the middle of its work; another process would read the model again and be asked again."""
-    left = play(ground.make(ground.config), ground.asks, stop_after=max(ask.at for ask in ground.asks) // 2 + 2)
-    fresh = play(ground.make.reload()(ground.config), ground.asks)
+    left = ground.play(ground.make(ground.config), stop_after=max(ask.at for ask in ground.asks) // 2 + 2)
+    fresh = ground.play(ground.make.reload()(ground.config))
     yield _all("a new engine", fresh, unfinished_requests_left_behind=left.happened["unfinished"])
 
 

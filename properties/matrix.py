@@ -5,7 +5,8 @@ when its witness holds although it is armed; and when a check is useless. A chec
 fault is seen by it alone, or in an earlier iteration than by its siblings. A family earns its place among the families in
 the same way. All of it is computed from cells, so that it can be asked of the stored ones what happens without a check.
 
-``properties.matrix_run`` fills the cells, ``properties.matrix_page`` writes them down.
+``properties.matrix_run`` fills the cells, ``properties.matrix_page`` writes them down. The laws have faults, rows and cells of
+their own kind: see ``properties.law_matrix``.
 """
 
 from __future__ import annotations
@@ -19,20 +20,18 @@ from typing import Any
 
 import attrs
 
+from properties import law_matrix
 from properties.checks import ORDER
 from properties.faults import CANARY, CATALOGUE, Fault
+from properties.law_matrix import LawRow
 
 STORED = Path(__file__).parent.parent / "ci" / "matrix.json"
 
-_FAMILIES: Mapping[str, tuple[str, ...]] = {
+FAMILIES: Mapping[str, tuple[str, ...]] = {
     "audit": ("raises", "audit"),  # what the engine says about itself
     "model diff": ("decisions", "ledger", "rows", "replay", "tokens", "counters"),
     "write set": ("writes",),
     "solo": ("solo", "text", "stream", "drain"),  # what callers are told, and that there is an end
-    "laws": ("laws",),
-}
-FAMILIES: Mapping[str, tuple[str, ...]] = {
-    name: present for name, checks in _FAMILIES.items() if (present := tuple(c for c in checks if c in ORDER))
 }
 FAMILY_OF: Mapping[str, str] = {check: name for name, checks in FAMILIES.items() for check in checks}
 
@@ -73,10 +72,13 @@ class Row:
 
 @attrs.frozen
 class Matrix:
-    """``sample``: digest of the generated workloads, so that a stored matrix knows whether it was made from the same ones."""
+    """``sample``: digest of the generated workloads, so that a stored matrix knows whether it was made from the same ones.
+    ``laws``: the rows of the laws, and ``requests`` the digest of the list that they were held against."""
 
     rows: tuple[Row, ...]
     sample: str = ""
+    laws: tuple[LawRow, ...] = ()
+    requests: str = ""
 
     @property
     def armed(self) -> tuple[Row, ...]:
@@ -88,10 +90,16 @@ class Matrix:
     def without(self, check: str) -> Matrix:
         return attrs.evolve(self, rows=tuple(row.without(check) for row in self.rows))
 
+    def without_law(self, law: str) -> Matrix:
+        return attrs.evolve(self, laws=tuple(row.without(law) for row in self.laws))
+
     def replaced(self, newer: Matrix) -> Matrix:
         """These rows, those of ``newer`` in their places or added."""
         rows = {(row.rung, row.fault): row for row in (*self.rows, *newer.rows)}
-        return Matrix(tuple(sorted(rows.values(), key=_place)), newer.sample)
+        laws = {row.fault: row for row in (*self.laws, *newer.laws)}
+        ordered = sorted(laws.values(), key=lambda row: (row.fault is not None, row.fault or ""))
+        requests = newer.requests or self.requests
+        return Matrix(tuple(sorted(rows.values(), key=_place)), newer.sample or self.sample, tuple(ordered), requests)
 
     def hardest(self, count: int = 3) -> list[Row]:
         return sorted(self.armed, key=lambda row: (-row.median, str(row.fault)))[:count]
@@ -128,19 +136,26 @@ class Matrix:
                 for family in FAMILIES
                 if not self.family_proofs(family)
             ]
-        return said
+        return said + law_matrix.complaints(self.laws, whole=whole)
 
     # The file --------------------------------------------------------------------------------------------------------
 
     def dumps(self) -> str:
         """One row a line, so that a change shows as the rows it changes."""
-        rows = ",\n  ".join(json.dumps(_without_empty(attrs.asdict(row))) for row in self.rows)
-        return f'{{"sample": {json.dumps(self.sample)},\n "rows": [\n  {rows}]}}\n'
+        rows, laws = (
+            ",\n  ".join(json.dumps(_without_empty(attrs.asdict(row))) for row in part)
+            for part in (self.rows, self.laws)
+        )
+        heads = f'"sample": {json.dumps(self.sample)},\n "requests": {json.dumps(self.requests)}'
+        return f'{{{heads},\n "rows": [\n  {rows}],\n "laws": [\n  {laws}]}}\n'
 
     @classmethod
     def loads(cls, text: str) -> Matrix:
         document = json.loads(text)
-        return cls(tuple(Row(**row) for row in document["rows"]), document["sample"])
+        laws = tuple(LawRow(**row) for row in document.get("laws", ()))
+        return cls(
+            tuple(Row(**row) for row in document["rows"]), document["sample"], laws, document.get("requests", "")
+        )
 
 
 def stored() -> Matrix:
@@ -169,4 +184,5 @@ def _row_complaints(row: Row, fault: Fault) -> list[str]:
 
 
 def _without_empty(values: dict[str, Any]) -> dict[str, Any]:
-    return {name: value for name, value in values.items() if value or name in ("fault", "rung")}
+    kept = ("fault", "rung") if values.get("elsewhere") is None else ("fault", "rung", "elsewhere")
+    return {name: value for name, value in values.items() if value or name in kept}

@@ -9,6 +9,9 @@ from collections.abc import Iterator
 from properties.arming import AREAS, OUTSIDER
 from properties.checks import ORDER
 from properties.faults import CATALOGUE
+from properties.law_faults import LAW_FAULTS, any_fault
+from properties.law_matrix import LawRow, family_proofs, proofs
+from properties.laws import LAWS
 from properties.matrix import FAMILIES, Matrix, Row
 
 
@@ -70,6 +73,44 @@ def _lines(matrix: Matrix) -> Iterator[str]:
         for number, check in enumerate(members):
             mine = _some(matrix.family_proofs(family)) if number == 0 else ""
             yield f"| {family if number == 0 else ''} | {mine} | {check} | {_some(matrix.proofs(check))} |"
+    if matrix.laws:
+        yield f"| laws | {_some(family_proofs(matrix.laws))} | each law | see below |"
+        yield from _laws(matrix.laws)
+
+
+def law_cell(row: LawRow, law: str) -> str:
+    """The iteration of the first difference. ``*`` must be seen by this law; ``0!`` must and was not."""
+    at = row.seen.get(law, 0)
+    fault = LAW_FAULTS.get(str(row.fault))
+    if fault is not None and law in fault.expect:
+        return f"{at}*" if at else "0!"
+    return str(at) if at else ""
+
+
+def law_totals(rows: tuple[LawRow, ...]) -> str:
+    armed = [row for row in rows if row.fault is not None]
+    seen, alone = sum(bool(row.seen) for row in armed), sum(row.alone is not None for row in armed)
+    return f"laws: {len(LAWS)} against {len(armed)} faults of their own, {seen} seen, {alone} of them by one law alone"
+
+
+def _laws(rows: tuple[LawRow, ...]) -> Iterator[str]:
+    yield from ("", "## Laws", "")
+    yield "A law runs one list of requests again with one setting changed. A cell is the iteration in which a request was first"
+    yield "told something else, each law judged alone; `*` marks what must be seen. *lockstep*: the checks that see the same"
+    yield "fault on the tiny rung, for those that were run there too. A law earns its place by a fault that no other law sees."
+    yield from ("", f"- {law_totals(rows)}", "")
+    yield "| fault | what is wrong | " + " | ".join(LAWS) + " | lockstep |"
+    yield "|---|---|" + "--:|" * len(LAWS) + "---|"
+    for row in rows:
+        title = "the engine as it is" if row.fault is None else any_fault(row.fault).title
+        if row.base:
+            title += "; the unchanged run raises"
+        cells = [law_cell(row, law) for law in LAWS]
+        told = "" if row.elsewhere is None else ", ".join(row.elsewhere) or "nobody"
+        yield "| " + " | ".join([row.fault or "none", title, *cells, told]) + " |"
+    yield from ("", "| law | a request is told the same | seen by it alone |", "|---|---|---|")
+    for law in LAWS.values():
+        yield f"| {law.name} | {law.change} | {_some(proofs(rows, law.name))} |"
 
 
 def _table(title: str, rows: list[Row], checks: list[str]) -> Iterator[str]:

@@ -7,8 +7,7 @@ run in a new engine, must hold: so it is the law's change that shows the mistake
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Sequence
-from typing import Any
+from typing import NoReturn
 
 import attrs
 import pytest
@@ -16,20 +15,17 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from engine.config import EngineConfig
+from engine.control.scheduler import Scheduler
 from engine.engine import Engine
 from properties import __main__ as command_line
-from properties.arming import Change, arm, instead, line
 from properties.law_engines import ModelEngines, engines_of
+from properties.law_faults import LAW_FAULTS, armed_for_laws
+from properties.law_matrix import requests
 from properties.law_play import DEFAULT, TINY, Ask, draw_asks, play
 from properties.laws import LAWS, Report, base_config, check_laws
 
 IDS = (3, 500)
 LISTS = [draw_asks(seed, ids=IDS) for seed in range(3)]
-RUNNER = "engine.compute.runner:PlanRunner"
-SAMPLER = "engine.compute.sampler:Sampler"
-SAMPLING = "engine.compute.sampling_row:RowState"
-SCHEDULER = "engine.control.scheduler:Scheduler"
-DECODER = "engine.compute.decoder:Decoder"
 
 
 @pytest.fixture(scope="module")
@@ -97,170 +93,21 @@ def test_the_requests_are_mixed(engines: ModelEngines) -> None:
 # The tests of the tester -------------------------------------------------------------------------------------------------
 
 
-def _rows_change_the_product(real: Any) -> Any:
-    def apply(self: Any, do: Any, x: Any, rows: int, out: Any) -> None:
-        real(self, do, x, rows, out)
-        do(lambda part: part.mul_(1 + rows * 2.0**-22), out[:rows])
-
-    return apply
-
-
-def _the_seed_stays_with_the_row(real: Any) -> Any:
-    def move(self: Any, move: Any) -> None:
-        real(self, move)
-        self._states[move.dst].seed = move.dst
-
-    return move
-
-
-def _a_block_is_its_first_token(real: Any) -> Any:
-    return lambda parent, tokens: real(parent, tokens[:1])
-
-
-def _an_abort_releases_shared_blocks_twice(real: Any) -> Any:
-    def reap(self: Any) -> Any:
-        for block in [block for request in self.running if request.aborted for block in request.table]:
-            self.pool.references[block] -= self.pool.references[block] > 1
-        return real(self)
-
-    return reap
-
-
-def _each_engine_draws_its_own_noise(real: Any) -> Any:
-    made: list[Any] = []
-
-    def sample(self: Any, logits: Any, rows: Any, positions: Sequence[int]) -> Any:
-        if self not in made:
-            made.append(self)
-        return real(self, logits, rows, [position + 1000 * made.index(self) for position in positions])
-
-    return sample
-
-
-@attrs.frozen
-class Mistake:
-    law: str
-    title: str
-    change: Callable[[], Change]
-
-
-_SEES = "asking = step.positions[part]"
-_SAMPLE = "self._sample_row(host[k], states[i], positions[i], sampled[i].token)"
-MISTAKES = [
-    Mistake(
-        "neighbours",
-        "a product's last bits depend on the number of rows",
-        instead("engine.compute.linear:Linear", "apply", _rows_change_the_product),
-    ),
-    Mistake(
-        "order",
-        "noise is keyed by the row as well",
-        line(SAMPLER, "sample", _SAMPLE, _SAMPLE.replace("positions[i]", "positions[i] + rows[i]")),
-    ),
-    Mistake(
-        "rows",
-        "rows from the fourth on get the noise of another position",
-        line(SAMPLER, "sample", _SAMPLE, _SAMPLE.replace("positions[i]", "positions[i] + (rows[i] > 2)")),
-    ),
-    Mistake(
-        "pool",
-        "what a resumed request generated is computed again as its first token",
-        line(
-            SCHEDULER,
-            "_chunk",
-            "request.tokens[request.computed : request.computed + count]",
-            "request.tokens[min(at, request.prompt_len)] for at in range(request.computed, request.computed + count)",
-        ),
-    ),
-    Mistake(
-        "block size",
-        "offsets in a block are cut to three bits",
-        line(RUNNER, "slots", "positions % self.limits.block_size", "positions % self.limits.block_size & 7"),
-    ),
-    Mistake(
-        "budget",
-        "a chunk that begins inside a block sees one position less",
-        line(DECODER, "prefill", _SEES, f"{_SEES} - int(span.start % 4 > 0)"),
-    ),
-    Mistake(
-        "captures",
-        "padded rows repeat the first row's token and slot",
-        line(
-            "engine.compute.inputs:StaticInputs",
-            "fill",
-            "host[n:] = entry.fill",
-            "host[n:] = entry.fill if entry.wide else host[:1].clone()",
-        ),
-    ),
-    Mistake(
-        "graphs",
-        "every fifth replay is left out, and the last one's logits are read again",
-        line(RUNNER, "_decode", "self._graphs.replay(shape)", "plan.iteration % 5 == 4 or self._graphs.replay(shape)"),
-    ),
-    Mistake(
-        "persistent batch",
-        "a request that moves draws with the seed of its new row",
-        instead(SAMPLER, "move", _the_seed_stays_with_the_row),
-    ),
-    Mistake(
-        "prefix cache",
-        "of a block's tokens the first alone is its key",
-        instead("engine.control.prefix", "block_key", _a_block_is_its_first_token),
-    ),
-    Mistake(
-        "warm",
-        "behind a hit, attention reads one position short",
-        line(DECODER, "prefill", _SEES, f"{_SEES} - int(span.start > 0)"),
-    ),
-    Mistake(
-        "preemption",
-        "a resumed request draws from another stream",
-        line(SAMPLING, "__init__", "= spec.seed", "= spec.seed + len(seat.tokens) - seat.prompt_len"),
-    ),
-    Mistake(
-        "aborts",
-        "an abort gives back blocks that others share once too often",
-        instead(SCHEDULER, "_reap", _an_abort_releases_shared_blocks_twice),
-    ),
-    Mistake(
-        "restart", "noise depends on the engine's number", instead(SAMPLER, "sample", _each_engine_draws_its_own_noise)
-    ),
-    Mistake(
-        "choices",
-        "every choice is drawn with the first one's seed",
-        line(
-            "engine.engine:Engine",
-            "submit",
-            "SamplingSpec(params, seed, masked) for seed in seeds",
-            "SamplingSpec(params, seeds[0], masked) for _ in seeds",
-        ),
-    ),
-    Mistake(
-        "mixture",
-        "logits of a padded step are rotated when prompts are computed beside it",
-        line(
-            RUNNER,
-            "_decode",
-            "return self._logits[shape][: len(rows)]",
-            "return self._logits[shape][: len(rows)].roll(int(bool(plan.chunks and launch.padding)), 0)",
-        ),
-    ),
-]
+def broken(report: Report) -> set[str]:
+    said = [found.headline for found in report.findings if found.check == "laws"]
+    return {law for law in LAWS for headline in said if headline.startswith((f"{law} (", f"{law}:"))}
 
 
 def test_every_law_has_a_mistake() -> None:
-    assert [mistake.law for mistake in MISTAKES] == list(LAWS)
+    assert {law for fault in LAW_FAULTS.values() for law in fault.expect} == set(LAWS)
 
 
-@pytest.mark.parametrize("mistake", MISTAKES, ids=[mistake.law for mistake in MISTAKES])
-def test_a_law_sees_what_repeating_does_not(on_torch: ModelEngines, mistake: Mistake) -> None:
-    only = {mistake.law: None, "restart": None}
-    with arm(mistake.change()):
-        report = check_laws(on_torch, LISTS[:2], only=only)
-    broken = {
-        name for name in only for found in report.findings if found.headline.startswith((f"{name} (", f"{name}:"))
-    }
-    assert broken == {mistake.law}, report.findings
+@pytest.mark.parametrize("fault", LAW_FAULTS)
+def test_a_law_sees_what_repeating_does_not(on_torch: ModelEngines, fault: str) -> None:
+    expected = set(LAW_FAULTS[fault].expect)
+    with armed_for_laws(fault):
+        report = check_laws(on_torch, [requests()], only=sorted(expected | {"restart"}))
+    assert broken(report) == expected, report.findings
     assert all(found.check == "laws" and found.iteration >= 1 for found in report.findings)
 
 
@@ -273,17 +120,18 @@ def test_a_change_that_never_took_place_is_a_miss(engines: ModelEngines) -> None
     assert len(report.missed) == 3
 
 
+class OneBlockSize(ModelEngines):
+    def __init__(self, real: ModelEngines) -> None:
+        self.real = real
+
+    def __call__(self, config: EngineConfig) -> Engine:
+        if config.block_size != 4:
+            raise ValueError("blocks of 4 only")
+        return self.real(config)
+
+
 def test_an_engine_that_raises_breaks_the_law(engines: ModelEngines) -> None:
-    class OneBlockSize(ModelEngines):
-        def __init__(self) -> None:
-            pass
-
-        def __call__(self, config: EngineConfig) -> Engine:
-            if config.block_size != 4:
-                raise ValueError("blocks of 4 only")
-            return engines(config)
-
-    (found,) = check_laws(OneBlockSize(), LISTS[:1], only=["block size"]).findings
+    (found,) = check_laws(OneBlockSize(engines), LISTS[:1], only=["block size"]).findings
     assert "blocks of 4 only" in found.headline
 
 
@@ -301,12 +149,51 @@ def test_the_command(capsys: pytest.CaptureFixture[str], arguments: list[str], s
 
 
 def test_the_command_says_what_is_broken(capsys: pytest.CaptureFixture[str]) -> None:
-    mistake = next(mistake for mistake in MISTAKES if mistake.law == "choices")
-    with arm(mistake.change()):
-        assert command_line.main(["laws", "--only", "choices", "restart"]) == 1
+    assert command_line.main(["laws", "--only", "choices", "restart", "--arm", "W15"]) == 1
     out = capsys.readouterr().out
     assert "LAW: choices (request 2, one by one): list 0, request 2, choice 1 differs at token 0" in out
     assert "LAW: restart" not in out
+
+
+def forever(*_: object) -> NoReturn:
+    while True:
+        pass
+
+
+def test_an_unchanged_run_that_loops_is_a_finding(engines: ModelEngines, monkeypatch: pytest.MonkeyPatch) -> None:
+    """And the only one: the next list would take as long."""
+    monkeypatch.setattr(Scheduler, "plan", forever)
+    (found,) = check_laws(engines, LISTS, cpu_seconds=0.1).findings
+    assert (found.check, found.iteration) == ("raises", 1)
+    assert found.headline.startswith("the base run of list 0: an iteration took more than 0.1 s of CPU time")
+
+
+def test_a_changed_run_that_loops_breaks_its_law(engines: ModelEngines) -> None:
+    class LoopsOnOtherBlocks(OneBlockSize):
+        def __call__(self, config: EngineConfig) -> Engine:
+            engine = engines(config)
+            if config.block_size != 4:
+                engine.step = forever  # type: ignore[method-assign]
+            return engine
+
+    (found,) = check_laws(
+        LoopsOnOtherBlocks(engines), LISTS, only=["graphs", "block size", "warm"], cpu_seconds=0.5
+    ).findings
+    assert found.check == "laws"
+    assert found.headline.startswith("block size: list 0 raised an iteration took more than 0.5 s of CPU time")
+
+
+def test_an_unchanged_run_that_raises_is_told_with_its_place(
+    engines: ModelEngines, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def plan(self: Scheduler) -> NoReturn:
+        raise RuntimeError("no plan today")
+
+    monkeypatch.setattr(Scheduler, "plan", plan)
+    found = check_laws(engines, LISTS[:2], only=["graphs"]).findings
+    line = plan.__code__.co_firstlineno + 1
+    said = [f"the base run of list {n}: RuntimeError: no plan today at properties/test_laws.py:{line}" for n in (0, 1)]
+    assert [one.headline for one in found] == said
 
 
 @pytest.mark.slow

@@ -16,7 +16,7 @@ import pytest
 from engine.control.record import Ledger
 from engine.control.scheduler import Scheduler
 from engine.trace import Shape, Submit, Workload
-from properties import guard, hunt, lockstep
+from properties import guard, hunt, lockstep, workers
 from properties.examples import slots
 from properties.guard import Guard, Overtime, overtime
 from properties.hunt import batch, numbered
@@ -184,7 +184,7 @@ def test_a_hunt_on_an_engine_that_loops_ends(monkeypatch: pytest.MonkeyPatch) ->
             future.set_result(call(*arguments))
             return future
 
-    monkeypatch.setattr(hunt.workers, "pool", lambda jobs: nullcontext(Inline()))
+    monkeypatch.setattr(workers, "pool", lambda jobs: nullcontext(Inline()))
     monkeypatch.setattr(hunt, "SHRINKING_SLOW", 0.3)
     start = time.process_time()
     hunted = hunt.hunt(0.005, seed=1)
