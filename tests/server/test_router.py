@@ -250,6 +250,7 @@ def test_kill_9_of_one_worker_under_load(cluster: Cluster, capsys: pytest.Captur
     assert len(after) > 12
     assert cluster.workers[0].poll() is None
 
+    cluster.workers[1].communicate()
     port = int(cluster.urls[1].rpartition(":")[2])
     cluster.workers[1] = cluster.worker(port)
     cluster.wait_healthy(set(cluster.urls))  # whoever comes back is taken in again
