@@ -13,7 +13,7 @@ from engine.control.replay import decide
 from properties import faults, graph_faults
 from properties.__main__ import main
 from properties.faults import CATALOGUE
-from properties.graph_faults import BEYOND, REPORTED, RUNGS, Hunted, chosen, complaints, hunt, hunts, page
+from properties.graph_faults import BEYOND, REPORTED, RUNGS, STORED, Hunted, chosen, complaints, hunt, hunts, page
 
 SAMPLE = ("G02", "N01")
 pytestmark = pytest.mark.timeout(900)  # a busy machine takes minutes to import torch
@@ -29,17 +29,26 @@ def test_the_table_holds_every_fault_of_graphs_and_those_of_reports_about_them()
     assert complaints([Hunted("N42", "tiny", 9, None)]) != []
 
 
+def test_the_stored_table_has_a_line_for_each_and_none_lives() -> None:
+    text = STORED.read_text(encoding="utf-8")
+    assert [line.split(" | ")[0].strip("| ") for line in text.splitlines() if line.startswith("| ")][1:] == chosen()
+    assert "**lives**" not in text
+
+
 @pytest.mark.parametrize("fault", SAMPLE)
-def test_a_sample_is_killed_on_both_rungs(fault: str) -> None:
+def test_a_sample_is_killed_on_both_rungs_as_stored(fault: str) -> None:
     listed = list(hunts([fault]))
     assert complaints(listed) == []
     assert [line.rung for line in listed] == list(RUNGS)
+    assert page(listed).splitlines()[-1] in STORED.read_text(encoding="utf-8").splitlines()
 
 
 @pytest.mark.slow
 @pytest.mark.timeout(7200)
-def test_every_fault_of_the_table_is_killed() -> None:
-    assert complaints(list(hunts(chosen()))) == []
+def test_the_whole_table_is_what_a_run_gives() -> None:
+    listed = list(hunts(chosen()))
+    assert complaints(listed) == []
+    assert page(listed) == STORED.read_text(encoding="utf-8")
 
 
 def test_a_fault_that_does_nothing_lives() -> None:
