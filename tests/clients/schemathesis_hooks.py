@@ -2,59 +2,84 @@
 
 A schema bounds each field; that two of them fit each other (a prompt and its answer into one context, ``min_tokens`` below
 ``max_tokens``, ``top_logprobs`` with ``logprobs``) it does not say, and random fields rarely do. The third body stays as
-it was made, and so does whatever is of the wrong type. Loaded by schemathesis itself, outside .venv.
+it was made, and so does whatever is wrong by itself. Loaded by schemathesis itself, outside .venv.
 """
 
 from __future__ import annotations
 
 import json
+import re
 import zlib
 from typing import Any
 
 import schemathesis
 
 
-def _integer(value: Any) -> bool:
-    return isinstance(value, int) and not isinstance(value, bool)
+CONTEXT, MOST_CHOICES = 128, 16  # of the server that is asked: see small_server
 
 
-def _cap(body: dict[str, Any], name: str, low: int, high: int) -> None:
-    if _integer(body.get(name)):
+def _within(value: Any, low: int, high: int) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool) and low <= value <= high
+
+
+def _cap(body: dict[str, Any], name: str, low: int, high: int, allowed: int) -> None:
+    """A wrong value stays wrong: only what is allowed is made smaller."""
+    if _within(body.get(name), 0, allowed):
         body[name] = min(max(body[name], low), high)
+
+
+def _drop(body: dict[str, Any], name: str, low: int, high: int) -> None:
+    if _within(body.get(name), low, high):
+        del body[name]
+
+
+def _short(prompt: Any) -> Any:
+    """The beginning of a prompt that is allowed."""
+    if isinstance(prompt, str):
+        return prompt[:20]
+    if not isinstance(prompt, list) or not 1 <= len(prompt) <= CONTEXT:
+        return prompt
+    if all(_within(one, 0, 511) for one in prompt):
+        return prompt[:20]
+    ids = [isinstance(one, list) and one and all(_within(token, 0, 511) for token in one) for one in prompt]
+    if all(ids) or all(isinstance(one, str) and one for one in prompt):
+        return [one[:20] for one in prompt[:4]]
+    return prompt
 
 
 def reconcile(body: dict[str, Any]) -> dict[str, Any]:
     """``body`` with no two of its fields against each other, and short answers."""
     body = dict(body)
     sampling = body.get("sampling_params")
-    for part in (body, sampling) if isinstance(sampling, dict) else (body,):
+    parts = [body]
+    if isinstance(sampling, dict):
+        body["sampling_params"] = dict(sampling)
+        parts.append(body["sampling_params"])
+    for part in parts:
         for name in ("max_tokens", "max_completion_tokens", "max_new_tokens"):
-            _cap(part, name, 1, 8)
+            _cap(part, name, 1, 8, CONTEXT - 1)
         for name in ("min_tokens", "min_new_tokens"):
-            _cap(part, name, 0, 1)
-        _cap(part, "n", 1, 3)
-        if isinstance(part.get("logit_bias"), dict):
-            part["logit_bias"] = {
-                str(zlib.crc32(k.encode("utf-8", "replace")) % 500): v for k, v in part["logit_bias"].items()
-            }
-    if "messages" in body and "max_tokens" in body:
-        body.pop("max_completion_tokens", None)
-    if not body.get("stream"):
-        body.pop("stream_options", None)
-    elif isinstance(body.get("stream"), bool):
-        body.pop("prompt_logprobs", None)
+            _cap(part, name, 0, 1, CONTEXT - 1)
+        if _within(part.get("n"), 1, MOST_CHOICES):
+            part["n"] = min(part["n"], 3)
+        bias = part.get("logit_bias")
+        if isinstance(bias, dict) and len(bias) <= 500 and all(re.fullmatch("[0-9]{1,10}", name) for name in bias):
+            part["logit_bias"] = {str(int(name) % 500): value for name, value in bias.items()}
+    if _within(body.get("max_tokens"), 0, CONTEXT - 1):
+        _drop(body, "max_completion_tokens", 0, CONTEXT - 1)
+    options = body.get("stream_options")
+    if not body.get("stream") and isinstance(options, dict) and all(v in (None, True, False) for v in options.values()):
+        del body["stream_options"]
+    if body.get("stream") is True:
+        _drop(body, "prompt_logprobs", 0, 20)
     if not body.get("logprobs"):
-        body.pop("top_logprobs", None)
+        _drop(body, "top_logprobs", 0, 20)
     if not body.get("return_logprob"):
-        for name in ("top_logprobs_num", "logprob_start_len"):
-            body.pop(name, None)
-    if "messages" in body and "max_completion_tokens" not in body and "temperature" in body:
-        body.setdefault("max_tokens", 8)  # without a limit an answer is as long as the context
+        _drop(body, "top_logprobs_num", 0, 20)
+        _drop(body, "logprob_start_len", -1, 2**31 - 1)
     for name in ("prompt", "text", "input_ids"):
-        if isinstance(body.get(name), list):
-            body[name] = [one[:20] if isinstance(one, (list, str)) else one for one in body[name][:4]]
-        elif isinstance(body.get(name), str):
-            body[name] = body[name][:20]
+        if name in body:
+            body[name] = _short(body[name])
     return body
 
 
