@@ -14,7 +14,6 @@ from typing import Any
 
 import schemathesis
 
-
 CONTEXT, MOST_CHOICES = 128, 16  # of the server that is asked: see small_server
 
 
