@@ -75,7 +75,7 @@ class Worker:
             stderr=self._log,
             text=True,
             env=environment(self._threads),
-            start_new_session=True,
+            process_group=0,  # of the same session as the others: kernels may share time by session
         )
         self._reader = threading.Thread(target=_read, args=(self._process, self._lines), daemon=True)
         self._reader.start()
