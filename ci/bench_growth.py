@@ -1,0 +1,116 @@
+"""How cost grows: a decode step against rows and context, prefill against length, host time against rows.
+
+python ci/bench_growth.py --plot growth.png --json growth.json
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Annotated, Any
+
+from cyclopts import App, Parameter
+from rich import box
+from rich.console import Console
+from rich.table import Table
+
+from server.bench.offline.plot import OURS, pyplot
+from server.bench.offline.shares import measured
+
+ROWS = (1, 2, 4, 8, 16, 32, 64)
+CONTEXTS = (128, 256, 512, 1024, 2048, 4096, 8192)
+STEPS = 16
+app = App(name="bench_growth", help=__doc__, result_action="return_value")
+
+
+def growth(engine: Mapping[str, Any], rows: Sequence[int], contexts: Sequence[int], prompt: int) -> dict[str, Any]:
+    """Milliseconds: "rows" at context 128, "contexts" at one row, "prefill" as (tokens, ms so far)."""
+    # The last context has to leave room for the steps that are measured.
+    room = [min(context, max(contexts) - STEPS) for context in contexts]
+    told: dict[str, Any] = {"rows": [], "contexts": [], "prefill": []}
+    for line in measured(engine, decode=[(count, 128, STEPS) for count in rows]):
+        if "decode" in line:
+            told["rows"].append(_milliseconds(line["decode"]))
+    for line in measured(engine, decode=[(1, context, STEPS) for context in room], prefill=[prompt]):
+        if "decode" in line:
+            told["contexts"].append(_milliseconds(line["decode"]))
+        if "prefill" in line:
+            told["prefill"] = [[tokens, seconds * 1000] for tokens, seconds in line["prefill"]]
+    return told
+
+
+def _milliseconds(time: Mapping[str, float]) -> dict[str, float]:
+    return {
+        "rows": time["rows"],
+        "context": time["context"],
+        **{f"{name}_ms": time[name] * 1000 for name in ("wall", "execute", "host")},
+    }
+
+
+def show(console: Console, told: Mapping[str, Any]) -> None:
+    for name, key in (("rows", "rows"), ("contexts", "context")):
+        found = Table(title=f"decode step against {name}", box=box.SIMPLE_HEAD)
+        for heading in (key, "step, ms", "host, ms", "tok/s"):
+            found.add_column(heading, justify="right")
+        for one in told[name]:
+            rate = one["rows"] / one["wall_ms"] * 1000
+            found.add_row(str(one[key]), f"{one['wall_ms']:.2f}", f"{one['host_ms']:.3f}", f"{rate:.0f}")
+        console.print(found)
+    found = Table(title="prefill of one prompt", box=box.SIMPLE_HEAD)
+    for heading in ("tokens", "ms", "tok/s"):
+        found.add_column(heading, justify="right")
+    for tokens, ms in told["prefill"]:
+        found.add_row(str(tokens), f"{ms:.0f}", f"{tokens / ms * 1000:.0f}")
+    console.print(found)
+
+
+def plot(told: Mapping[str, Any], path: Path) -> None:
+    plt = pyplot()
+    figure, axes = plt.subplots(1, 4, figsize=(16, 3.6), layout="constrained")
+    rows, contexts, prefill = told["rows"], told["contexts"], told["prefill"]
+    lines = (
+        ("decode step, context 128", "rows", [one["rows"] for one in rows], [one["wall_ms"] for one in rows]),
+        ("decode step, 1 row", "context", [one["context"] for one in contexts], [one["wall_ms"] for one in contexts]),
+        ("prefill", "tokens", [tokens for tokens, _ in prefill], [ms for _, ms in prefill]),
+        ("host time of a step", "rows", [one["rows"] for one in rows], [one["host_ms"] for one in rows]),
+    )
+    for axis, (title, label, x, y) in zip(axes, lines, strict=True):
+        axis.plot(x, y, marker="o", color=OURS)
+        axis.set_title(title)
+        axis.set_xlabel(label)
+        axis.set_ylabel("ms")
+        axis.set_ylim(bottom=0)
+        axis.grid(alpha=0.3)
+    try:
+        figure.savefig(path, dpi=130)
+    finally:
+        plt.close(figure)
+
+
+@app.default
+def main(
+    *,
+    model: Path | None = None,
+    compute: str = "native",
+    threads: int = 2,
+    longest: int = 8192,
+    rows: int = 64,
+    json_to: Annotated[Path | None, Parameter(name="--json")] = None,
+    plot_to: Annotated[Path | None, Parameter(name="--plot")] = None,
+) -> int:
+    """Measures and prints three tables."""
+    engine = {"threads": threads, "compute": compute, **({"model": str(model)} if model else {})}
+    contexts = [context for context in CONTEXTS if context <= longest]
+    told = growth(engine, [count for count in ROWS if count <= rows], contexts, longest - 2 * STEPS)
+    show(Console(), told)
+    if json_to is not None:
+        json_to.write_text(json.dumps(told, indent=1), encoding="utf-8")
+    if plot_to is not None:
+        plot(told, plot_to)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(app())
