@@ -196,7 +196,6 @@ def hits(url: str) -> int:
     return int(get(url + "/server_info")["readings"]["prefix_hit_tokens"])
 
 
-@pytest.mark.slow  # three processes that import torch
 def test_prompts_that_begin_alike_meet_their_blocks_again(cluster: Cluster) -> None:
     """Eight families of four prompts each: with their blocks on one worker, three of four begin with a hit."""
     before = sum(map(hits, cluster.urls))
