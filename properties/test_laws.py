@@ -24,6 +24,7 @@ from properties.law_matrix import requests
 from properties.law_play import DEFAULT, TINY, Ask, draw_asks, play
 from properties.laws import LAWS, Report, base_config, check_laws
 
+pytestmark = pytest.mark.timeout(900)  # seconds of work on an idle core, minutes on a busy one
 IDS = (3, 500)
 LISTS = [draw_asks(seed, ids=IDS) for seed in range(3)]
 

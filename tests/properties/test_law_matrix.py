@@ -18,6 +18,7 @@ from properties.law_matrix import LawRow, complaints
 from properties.laws import LAWS, check_laws
 from properties.matrix import stored
 
+pytestmark = pytest.mark.timeout(900)  # seconds of work on an idle core, minutes on a busy one
 SAMPLED = 2  # faults whose stored cells are computed again
 
 
