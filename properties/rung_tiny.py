@@ -1,5 +1,5 @@
 """The tiny rung: a small random transformer in fp32, real attention, real sampler, recorded graphs. ``native`` is the same on
-the native kernels and their tape, ``gpu`` on CUDA with CUDA graphs.
+the native kernels and their tape, ``triton`` on the GPU's kernels in their interpreter, ``gpu`` on CUDA with CUDA graphs.
 
 The solo run of each request is computed first and feeds the specification. Before every step the harness fills every cache
 cell that nobody owns with NaN, so that whoever reads one is seen; after it, exactly the scheduled cells may have changed.
@@ -127,6 +127,12 @@ class TinyRung(ComputeRung):
 class NativeRung(TinyRung):
     name: ClassVar[str] = "native"
     kernels: ClassVar[str] = "native"
+
+
+class TritonRung(TinyRung):
+    name: ClassVar[str] = "triton"
+    kernels: ClassVar[str] = "triton"
+    staged: ClassVar[bool | None] = True  # as on a GPU
 
 
 class GpuRung(TinyRung):

@@ -4,6 +4,7 @@
     rows     also everything from the plan to the kernels' arguments, over a cache of hash chains
     tiny     also attention and sampler, on a small random transformer
     native   tiny on the native kernels, with their tape
+    triton   tiny on the GPU's kernels in Triton's interpreter, on a CPU: hundreds of times slower
     gpu      tiny on CUDA, with CUDA graphs
     wire     ledger behind the production server, from a read request to the last byte that its client is sent
 
@@ -174,6 +175,7 @@ class _Rungs(Mapping[str, MakeRung]):
         "rows": ("properties.rung_rows", "RowsRung"),
         "tiny": ("properties.rung_tiny", "TinyRung"),
         "native": ("properties.rung_tiny", "NativeRung"),
+        "triton": ("properties.rung_tiny", "TritonRung"),
         "gpu": ("properties.rung_tiny", "GpuRung"),
         "wire": ("properties.wire", "WireRung"),
     }

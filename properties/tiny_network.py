@@ -1,4 +1,4 @@
-"""The small random transformer of the rungs ``tiny``, ``native`` and ``gpu``, on the kernels that each of them is about."""
+"""The small random transformer of the rungs ``tiny``, ``native``, ``triton`` and ``gpu``, on the kernels that each is about."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ from typing import Any
 import torch
 
 from engine.compute.network import MakeNetwork
+from engine.compute.tiles import TILE
 from engine.compute.transformer import Transformer
 from engine.compute.weights import load_weights
 from engine.loading.model import LoadedModel
@@ -16,7 +17,7 @@ from engine.trace import VOCAB
 from properties.arming import disarmed
 from properties.rungs import Unavailable
 
-KERNELS = ("torch", "native", "cuda")
+KERNELS = ("torch", "native", "triton", "cuda")
 SMALL: dict[str, Any] = {
     "vocab_size": VOCAB,
     "hidden_size": 32,
@@ -43,9 +44,11 @@ def tiny_network(kernels: str) -> MakeNetwork:
     with disarmed(), torch.inference_mode():
         if kernels == "native":
             return _native()
-        if kernels == "cuda" and not torch.cuda.is_available():
-            raise Unavailable("no CUDA device")
-        weights = load_weights(tiny_model(), torch.device("cuda" if kernels == "cuda" else "cpu"), torch.float32)
+        if kernels == "triton":
+            return _triton(torch.device("cpu"))
+        if kernels == "cuda":
+            return _cuda()
+        weights = load_weights(tiny_model(), torch.device("cpu"), torch.float32)
     return lambda sizes: Transformer(weights, sizes)
 
 
@@ -61,3 +64,30 @@ def _native() -> MakeNetwork:
         raise Unavailable(f"no native kernels: {error}") from None
     threads = weights.library.pool(1)
     return lambda sizes: NativeNetwork(weights, sizes, threads)
+
+
+def _cuda() -> MakeNetwork:
+    """What serves on a GPU: Triton's kernels, or torch's where Triton is absent."""
+    from engine.cuda.kernels import has_triton
+
+    if not torch.cuda.is_available():
+        raise Unavailable("no CUDA device")
+    device = torch.device("cuda")
+    if has_triton():
+        return _triton(device)
+    weights = load_weights(tiny_model(), device, torch.float32)
+    return lambda sizes: Transformer(weights, sizes)
+
+
+def _triton(device: torch.device) -> MakeNetwork:
+    """Batch-invariant, and with splits of one attention tile, so that contexts of more than one come up."""
+    from engine.cuda.kernels import NoTriton, triton_device
+    from engine.cuda.network import TritonNetwork
+    from engine.cuda.weights import load_triton
+
+    try:
+        triton_device(device)
+    except NoTriton as error:
+        raise Unavailable(str(error)) from None
+    weights = load_triton(tiny_model(), device, torch.float32)
+    return lambda sizes: TritonNetwork(weights, sizes, split=TILE)
