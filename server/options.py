@@ -48,8 +48,8 @@ class Options:
         str,
         _flag(
             _MODEL,
-            "auto, native, int8, triton or torch kernels; native ones are built once by the system's C++ compiler, int8 are native "
-            "ones that round activations to 8 bits: faster, and less exact.",
+            "auto, native, int8, triton or torch kernels; native ones are built once by the system's C++ compiler, int8 are "
+            "native ones that round activations to 8 bits: faster, and less exact.",
         ),
     ] = "auto"
     kv_dtype: Annotated[

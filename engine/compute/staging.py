@@ -9,7 +9,7 @@ classes copy flat page-locked buffers only. On a CPU the same code runs over ord
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Protocol
 
 import numpy as np
@@ -17,7 +17,7 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-Parts = dict[str, tuple[int, ...]]  # the shape of each part, in the order in which they lie
+Parts = Mapping[str, tuple[int, ...]]  # the shape of each part, in the order in which they lie
 
 
 class Event(Protocol):
