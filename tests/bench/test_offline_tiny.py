@@ -150,3 +150,5 @@ def test_the_machine_has_limits() -> None:
     found = limits.measure_limits(1, [1_000_000])
     assert found.gflop_s > 0
     assert found.read(900_000) > 0
+    both = limits.Limits(1, 5.0, {8: 1.0, 9: 4.0}).best(limits.Limits(1, 4.0, {8: 2.0, 9: 3.0}))
+    assert both == limits.Limits(1, 5.0, {8: 2.0, 9: 4.0})

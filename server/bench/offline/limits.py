@@ -30,6 +30,11 @@ class Limits:
         """GB/s of the size measured that is nearest to ``nbytes``."""
         return self.read_gb_s[min(self.read_gb_s, key=lambda size: abs(size - nbytes))]
 
+    def best(self, other: Limits) -> Limits:
+        """The higher of two measurements: what disturbs one can only lower it."""
+        reads = {size: max(value, other.read_gb_s[size]) for size, value in self.read_gb_s.items()}
+        return Limits(self.threads, max(self.gflop_s, other.gflop_s), reads)
+
 
 def measure_limits(threads: int, sizes: Sequence[int]) -> Limits:
     """Compiles and runs limits.cpp. Raises ``BuildError`` where there is no working compiler."""

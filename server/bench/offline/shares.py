@@ -44,7 +44,8 @@ def shares(files: Files, threads: int, say: Callable[[str], None]) -> tuple[Limi
         heads[kind] = next(lines)
         times[kind] = [StepTime(**line["decode"]) for line in lines]
     say("the machine's limits")
-    limits = measure_limits(threads, sorted({head["weight_bytes"] for head in heads.values()}))
+    sizes = sorted({head["weight_bytes"] for head in heads.values()})
+    limits = measure_limits(threads, sizes).best(measure_limits(threads, sizes))
     return limits, [share_of(kind, heads[kind], times[kind], limits) for kind in models]
 
 
