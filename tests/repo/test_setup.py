@@ -43,10 +43,10 @@ class Checkout:
         file.chmod(0o755)
         return file
 
-    def run(self, **environment: str) -> subprocess.CompletedProcess[str]:
+    def run(self, *level: str, **environment: str) -> subprocess.CompletedProcess[str]:
         full = {"PATH": str(self.folder / "bin"), "FAKE_LOG": str(self.folder / "log"), **environment}
         return subprocess.run(
-            ["sh", "ci/setup.sh"], cwd=self.folder, env=full, text=True, capture_output=True, check=False, timeout=30
+            ["sh", "ci/setup.sh", *level], cwd=self.folder, env=full, text=True, capture_output=True, check=False, timeout=30
         )
 
     def calls(self, containing: str) -> list[str]:
@@ -79,6 +79,27 @@ def test_first_run_installs_and_second_calls_nothing(checkout: Checkout) -> None
     second = checkout.run()
     assert (second.returncode, second.stderr) == (0, "")
     assert checkout.calls("") == []
+
+
+def test_serving_installs_less_and_testing_adds_the_rest_once(checkout: Checkout) -> None:
+    checkout.python("python3.11")
+    first = checkout.run("serve")
+    assert first.returncode == 0, first.stderr
+    assert "triton" not in first.stderr
+    assert [line.split("ci/constraints.txt ")[1] for line in checkout.calls("-m pip install")][0] == "-e ."
+    assert (checkout.run("serve").stderr, checkout.calls("")) == ("", [])
+    assert checkout.run().returncode == 0
+    calls = checkout.calls("")
+    assert any(call.endswith("-e .[test,dev]") for call in calls)
+    assert not any("-m venv" in call for call in calls)
+    assert (checkout.run("serve").stderr, checkout.run().stderr, checkout.calls("")) == ("", "", [])
+
+
+def test_an_unknown_level_is_refused(checkout: Checkout) -> None:
+    checkout.python("python3.11")
+    refused = checkout.run("half")
+    assert refused.returncode == 1
+    assert "serve or all" in refused.stderr
 
 
 @pytest.mark.parametrize("changed", ["pyproject.toml", "ci/constraints.txt", "ci/setup.sh"])
