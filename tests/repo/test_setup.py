@@ -86,7 +86,7 @@ def test_serving_installs_less_and_testing_adds_the_rest_once(checkout: Checkout
     first = checkout.run("serve")
     assert first.returncode == 0, first.stderr
     assert "triton" not in first.stderr
-    assert [line.split("ci/constraints.txt ")[1] for line in checkout.calls("-m pip install")][0] == "-e ."
+    assert checkout.calls("-m pip install")[0].split("ci/constraints.txt ")[1] == "-e ."
     assert (checkout.run("serve").stderr, checkout.calls("")) == ("", [])
     assert checkout.run().returncode == 0
     calls = checkout.calls("")
