@@ -6,7 +6,6 @@ vLLM's for top_k (0 or -1 is off), min_p, repetition_penalty, min_tokens, stop_t
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping
 
 import attrs
@@ -29,26 +28,32 @@ class InvalidRequest(ValueError):
         self.code = code
 
 
+def _shown(value: object) -> str:
+    """``value`` in a message: short, whatever it is. Python refuses to spell out very large integers."""
+    if isinstance(value, int) and abs(value) >= 10**30:
+        return "an integer of more than 30 digits"
+    return f"{value!r:.40}"
+
+
 def check_salt(salt: str | None) -> None:
     """A salt separates prefix-cache entries (rule 11). Raises ``InvalidRequest`` unless it is absent or 1 to 256 characters."""
     if salt is not None and not (isinstance(salt, str) and 1 <= len(salt) <= MAX_SALT_CHARS):
-        what = f"has {len(salt)} characters" if isinstance(salt, str) else f"is {salt!r:.40}"
+        what = f"has {len(salt)} characters" if isinstance(salt, str) else f"is {_shown(salt)}"
         raise InvalidRequest("salt", f"salt {what}, but must be a text of 1 to {MAX_SALT_CHARS} characters")
 
 
 def _number(params: SamplingParams, name: str, low: float, high: float, *, open_low: bool = False) -> None:
     value = getattr(params, name)
-    real = isinstance(value, (int, float)) and not isinstance(value, bool) and math.isfinite(value)
-    if not real or value < low or value > high or (open_low and value <= low):
+    real = isinstance(value, (int, float)) and not isinstance(value, bool) and low <= value <= high  # NaN is not
+    if not real or (open_low and value == low):
         bound = "(" if open_low else "["
-        raise InvalidRequest(name, f"{name} is {value!r}, but must be a number in {bound}{low}, {high}]")
+        raise InvalidRequest(name, f"{name} is {_shown(value)}, but must be a number in {bound}{low}, {high}]")
 
 
 def _integer(params: SamplingParams, name: str, low: int, high: int) -> None:
     value = getattr(params, name)
     if not isinstance(value, int) or isinstance(value, bool) or not low <= value <= high:
-        shown = repr(value) if not isinstance(value, int) or abs(value) < 10**30 else "too large"
-        raise InvalidRequest(name, f"{name} is {shown}, but must be an integer in [{low}, {high}]")
+        raise InvalidRequest(name, f"{name} is {_shown(value)}, but must be an integer in [{low}, {high}]")
 
 
 @attrs.frozen
@@ -123,11 +128,11 @@ class SamplingParams:
             )
         for token, bias in self.logit_bias.items():
             if not isinstance(token, int) or isinstance(token, bool) or token < 0:
-                raise InvalidRequest("logit_bias", f"logit_bias key {token!r:.40} is not a token id")
+                raise InvalidRequest("logit_bias", f"logit_bias key {_shown(token)} is not a token id")
             good = isinstance(bias, (int, float)) and not isinstance(bias, bool) and -100 <= bias <= 100
             if not good:
                 raise InvalidRequest(
-                    "logit_bias", f"logit_bias for token {token} is {bias!r:.40}, but must be in [-100, 100]"
+                    "logit_bias", f"logit_bias for token {_shown(token)} is {_shown(bias)}, but must be in [-100, 100]"
                 )
 
     def check_vocabulary(self, vocab_size: int) -> None:
@@ -136,7 +141,7 @@ class SamplingParams:
             for token in ids:
                 if token >= vocab_size:
                     raise InvalidRequest(
-                        name, f"{name} names token {token}, but the model's vocabulary has {vocab_size}"
+                        name, f"{name} names token {_shown(token)}, but the model's vocabulary has {vocab_size}"
                     )
 
     @property

@@ -21,16 +21,18 @@ I64 = npt.NDArray[np.int64]
 
 _WISH = "<Qdddq"  # seed, temperature, top_p, min_p, top_k: the front of Wish in engine/native/sampling.h
 _FLOAT_MAX = np.finfo(np.float32).max
+_FLOAT_TINY = np.finfo(np.float32).smallest_normal
 
 
 class Penalties:
     """Repetition, frequency and presence penalties over the tokens seen so far, kept sparse: a request touches few ids.
 
-    ``_ids[:n]`` are the distinct tokens of prompt and generation, ``_counts[:n]`` how often each was generated.
+    ``_ids[:n]`` are the distinct tokens of prompt and generation, ``_counts[:n]`` how often each was generated. A repetition
+    penalty below the smallest normal float counts as that: 0 would make NaN of a masked token.
     """
 
     def __init__(self, params: SamplingParams, tokens: Sequence[int], prompt_len: int) -> None:
-        self._repetition = np.float32(params.repetition_penalty)
+        self._repetition = max(np.float32(params.repetition_penalty), _FLOAT_TINY)
         self._frequency = np.float32(params.frequency_penalty)
         self._presence = np.float32(params.presence_penalty)
         self._slots: dict[int, int] = {}

@@ -67,7 +67,7 @@ def adjusted(
     for token in set(prompt) | set(out):
         x = logits[token]
         if params.repetition_penalty != 1.0:
-            r = f32(params.repetition_penalty)
+            r = max(f32(params.repetition_penalty), 2.0**-126)  # the smallest normal float
             x = f32(x / r) if x > 0 else f32(x * r)
         count = list(out).count(token)
         amount = f32(f32(f32(params.frequency_penalty) * count) + (f32(params.presence_penalty) if count else 0.0))

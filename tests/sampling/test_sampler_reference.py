@@ -25,7 +25,7 @@ PARAMS = st.builds(
     top_p=st.one_of(st.just(1.0), st.sampled_from([1e-300, 1e-9, 0.5, 0.9]), st.floats(0.01, 0.99)),
     top_k=st.integers(-1, VOCAB + 2),
     min_p=st.one_of(st.just(0.0), st.sampled_from([1e-300, 0.05, 1.0]), st.floats(0.0, 1.0)),
-    repetition_penalty=st.one_of(st.just(1.0), st.sampled_from([1e-38, 0.5, 1.1, 2.0, 100.0])),
+    repetition_penalty=st.one_of(st.just(1.0), st.sampled_from([5e-324, 1e-38, 0.5, 1.1, 2.0, 100.0])),
     frequency_penalty=st.one_of(st.just(0.0), _real(-2.0, 2.0)),
     presence_penalty=st.one_of(st.just(0.0), _real(-2.0, 2.0)),
     logit_bias=st.dictionaries(st.integers(0, VOCAB - 1), _real(-100.0, 100.0), max_size=3),
