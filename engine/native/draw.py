@@ -15,17 +15,17 @@ from torch import Tensor
 
 from engine.compute.sampling_choice import WEIGHTS
 from engine.native.kernels import WISH, BadCall, Kernels
+from engine.native.library import Records
 
 _WORDS = WISH // 8
 
 
 @attrs.frozen(eq=False)
 class _Call:
-    """One record, with what it points to."""
+    """One record, and the logits that it points to; the rest belongs to the drawer."""
 
     logits: Tensor
-    record: Tensor
-    address: int
+    records: Records
 
 
 class NativeDraw:
@@ -49,7 +49,7 @@ class NativeDraw:
             self._words[:n, :-1] = np.frombuffer(b"".join(wishes), dtype=np.int64).reshape(n, _WORDS - 1)
             self._written[:n] = wishes
         self._words[:n, -1] = positions
-        self._kernel.pool.run(call.address, 1)
+        self._kernel.pool.run(call.records)
         drawn: list[int] = self._drawn[:n].tolist()
         if min(drawn) < 0:
             raise RuntimeError(f"row {drawn.index(min(drawn))} of {n}: the head's peaks are not those of its logits")
@@ -64,8 +64,7 @@ class NativeDraw:
         of_head = logits.data_ptr() == self._head and logits.is_contiguous()
         peaks = self._peaks(n) if of_head else None
         record = self._kernel.encode(logits, peaks, self._wishes[:n], self._weights, self._tokens[:n])
-        buffer = torch.frombuffer(bytearray(record), dtype=torch.uint8)
-        call = _Call(logits, buffer, buffer.data_ptr())
+        call = _Call(logits, Records.of(record))
         if of_head:
             self._kept[n] = call
         return call

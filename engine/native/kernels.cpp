@@ -14,11 +14,13 @@
 namespace {
 
 enum Type : int64_t { TYPE_F32, TYPE_BF16, TYPE_F16, TYPE_Q8_0, TYPE_Q4_0, TYPE_Q4_1 };
-enum Kind : int64_t { EMBED, NORM, LINEAR, ROTATE, ATTEND, SILU_MUL, HEAD, DRAW };
+// What a record begins with: in memory that was given back or is empty stands nothing like it.
+constexpr int64_t MARK = 0x4c6f636b00000000;
+enum Kind : int64_t { EMBED = MARK, NORM, LINEAR, ROTATE, ATTEND, SILU_MUL, HEAD, DRAW };
 
 // Of --compute int8: integer.h.
 enum IntegerType : int64_t { TYPE_INT8 = 16, TYPE_NIBBLES0, TYPE_NIBBLES1 };
-enum IntegerKind : int64_t { QUANTISE = 16, MULTIPLY };
+enum IntegerKind : int64_t { QUANTISE = MARK + 16, MULTIPLY };
 
 constexpr int64_t WORDS = 32;
 constexpr int64_t SMALL = 1 << 14;  // multiply-adds or moved numbers below which nobody is woken
@@ -268,52 +270,54 @@ const T& arguments(const Record& record) {
     return *reinterpret_cast<const T*>(record.words);
 }
 
-void run_one(Pool& pool, const Record& record) {
+// Whether there is a kernel of that kind.
+bool run_one(Pool& pool, const Record& record) {
     switch (record.kind) {
         case EMBED: {
             const auto& a = arguments<Embed>(record);
-            return pool.run(embed, &a, a.count, a.count * a.k < SMALL);
+            return pool.run(embed, &a, a.count, a.count * a.k < SMALL), true;
         }
         case NORM: {
             const auto& a = arguments<Norm>(record);
-            return pool.run(norm, &a, a.rows, a.rows * a.n < SMALL);
+            return pool.run(norm, &a, a.rows, a.rows * a.n < SMALL), true;
         }
         case LINEAR: {
             const auto& a = arguments<LinearJob>(record);
-            return pool.run(linear, &a, linear_units(a.linear), a.linear.rows * a.linear.n * a.linear.k < SMALL);
+            return pool.run(linear, &a, linear_units(a.linear), a.linear.rows * a.linear.n * a.linear.k < SMALL), true;
         }
         case QUANTISE: {
             const auto& a = arguments<Quantise>(record);
-            return pool.run(quantise, &a, a.rows, a.rows * a.k < SMALL);
+            return pool.run(quantise, &a, a.rows, a.rows * a.k < SMALL), true;
         }
         case MULTIPLY: {
             const auto& a = arguments<Integer>(record);
-            return pool.run(multiply_units, &a, integer_units(a), a.rows * a.n * a.k < 4 * SMALL);
+            return pool.run(multiply_units, &a, integer_units(a), a.rows * a.n * a.k < 4 * SMALL), true;
         }
         case ROTATE: {
             const auto& a = arguments<Rotate>(record);
-            return pool.run(rotate, &a, a.tokens, a.tokens * a.ld < SMALL);
+            return pool.run(rotate, &a, a.tokens, a.tokens * a.ld < SMALL), true;
         }
         case ATTEND: {
             const auto& a = arguments<Attention>(record);
             pool.run(attend_unit, &a, attention_units(a), attention_work(a) < SMALL);
             if (a.partials != nullptr) pool.run(merge_unit, &a, a.tokens * a.heads, true);
-            return;
+            return true;
         }
         case SILU_MUL: {
             const auto& a = arguments<SiluMul>(record);
-            return pool.run(silu_mul, &a, a.rows, a.rows * a.n < SMALL);
+            return pool.run(silu_mul, &a, a.rows, a.rows * a.n < SMALL), true;
         }
         case HEAD: {
             const auto& a = arguments<Head>(record);
             const Linear& b = a.job.linear;
-            return pool.run(head, &a, linear_units(b), b.rows * b.n * b.k < SMALL);
+            return pool.run(head, &a, linear_units(b), b.rows * b.n * b.k < SMALL), true;
         }
         case DRAW: {
             const auto& a = arguments<Draw>(record);
-            return pool.run(draw, &a, a.rows, heavy(a) * a.vocab < 2 * SMALL);
+            return pool.run(draw, &a, a.rows, heavy(a) * a.vocab < 2 * SMALL), true;
         }
     }
+    return false;
 }
 
 }  // namespace
@@ -369,10 +373,13 @@ int lockstep_pinned(void* pool) { return static_cast<Pool*>(pool)->pinned(); }
 
 void lockstep_close(void* pool) { delete static_cast<Pool*>(pool); }
 
-void lockstep_run(void* pool, const void* tape, int64_t count) {
+// How many records were run: fewer than ``count`` where one is no kernel's.
+int64_t lockstep_run(void* pool, const void* tape, int64_t count) {
     Pool& threads = *static_cast<Pool*>(pool);
     std::lock_guard<std::mutex> one_at_a_time(threads.mutex());
     const Record* records = static_cast<const Record*>(tape);
-    for (int64_t i = 0; i < count; ++i) run_one(threads, records[i]);
+    for (int64_t i = 0; i < count; ++i)
+        if (!run_one(threads, records[i])) return i;
+    return count;
 }
 }

@@ -16,10 +16,9 @@ import torch
 from torch import Tensor
 
 from engine.compute.tiles import tiles_for
-from engine.native.library import INTEGER, TYPES, Packed, Pool
+from engine.native.library import INTEGER, RECORD, TYPES, Packed, Pool, Records
 
-WORDS = 32
-RECORD = WORDS * 8
+_MARK = 0x4C6F636B00000000  # in the number of every kernel: memory that was given back holds nothing like it
 LANES = 16  # outputs of a panel
 GROUP = 32  # numbers that share a scale
 _INTEGER = tuple(INTEGER.values())
@@ -69,9 +68,7 @@ class Kernel:
     pool: Pool
 
     def __call__(self, *arguments: Any) -> None:
-        record = self.encode(*arguments)
-        buffer = torch.frombuffer(bytearray(record), dtype=torch.uint8)
-        self.pool.run(buffer.data_ptr(), 1)
+        self.pool.run(Records.of(self.encode(*arguments)))
 
 
 class Kernels:
@@ -95,7 +92,7 @@ class Kernels:
 
 
 def _record(kind: int, layout: str, *words: Any) -> bytes:
-    return struct.pack(f"<q{layout}", kind, *words).ljust(RECORD, b"\0")
+    return struct.pack(f"<q{layout}", _MARK + kind, *words).ljust(RECORD, b"\0")
 
 
 def _embed(weight: Packed, tokens: Tensor, out: Tensor) -> bytes:

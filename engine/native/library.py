@@ -26,6 +26,8 @@ _GROUP = 32  # values that share scales, in the types whose name begins with Q
 _ROW_BYTES = {"F32": (1, 4), "BF16": (1, 2), "F16": (1, 2), "Q8_0": (32, 34), "Q4_0": (32, 18), "Q4_1": (32, 20)}
 _ROW_BYTES |= {INTEGER[kind]: _ROW_BYTES[kind] for kind in INTEGER}
 ALIGNMENT = 64
+WORDS = 32
+RECORD = WORDS * 8  # bytes of a call: the kernel's number, then its arguments
 
 
 @attrs.frozen(eq=False)
@@ -62,7 +64,7 @@ class Library:
             ("lockstep_pool", pointer, [ctypes.c_int, pointer]),
             ("lockstep_pinned", ctypes.c_int, [pointer]),
             ("lockstep_close", None, [pointer]),
-            ("lockstep_run", None, [pointer, pointer, size]),
+            ("lockstep_run", size, [pointer, pointer, size]),
         ):
             function = getattr(self._dll, name)
             function.restype, function.argtypes = result, arguments
@@ -109,6 +111,20 @@ def aligned(nbytes: int) -> Tensor:
     return whole[skip : skip + nbytes]
 
 
+@attrs.frozen(eq=False)
+class Records:
+    """Calls of kernels in a row, with the memory that they lie in: who can run them holds it."""
+
+    memory: Tensor
+    address: int
+    count: int
+
+    @classmethod
+    def of(cls, encoded: bytes) -> Records:
+        memory = torch.frombuffer(bytearray(encoded), dtype=torch.uint8)
+        return cls(memory, memory.data_ptr(), len(encoded) // RECORD)
+
+
 class Pool:
     """``threads`` threads, the caller's included; the others sleep between tapes. One tape runs at a time."""
 
@@ -126,11 +142,15 @@ class Pool:
         self.close = weakref.finalize(self, _close, dll, self._address, os.getpid())
         self.close.atexit = False
 
-    def run(self, address: int, count: int) -> None:
-        """Runs ``count`` records at ``address``; what they point to must be alive and as large as they say."""
+    def run(self, records: Records) -> None:
+        """What the records point to must be alive and as large as they say. Raises ``RuntimeError`` at one that is none."""
         if not self.close.alive:
             raise RuntimeError("this pool of threads was closed")
-        self._run(self._address, address, count)
+        done = self._run(self._address, records.address, records.count)
+        if done != records.count:
+            raise RuntimeError(
+                f"record {done} of {records.count} is no call of a kernel, so it and those behind it did not run"
+            )
 
 
 def _close(dll: ctypes.CDLL, address: int, process: int) -> None:

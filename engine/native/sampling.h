@@ -212,6 +212,7 @@ inline Cut first(const Row& row, int64_t count, double low, float* room) {
 INLINE int64_t weigh(const Row& row, float logit) {
     double x = (double(logit) - row.peak) / row.temperature;
     x = x > COLD ? x : COLD;
+    x = x < 0.0 ? x : 0.0;  // above the peak lies only what is of other logits
     double k = std::nearbyint(x * (-64.0 / 0.693147180559945309417));
     double r = x + k * (0.693147180559945309417 / 64.0);
     double p = r * (1.0 / 24.0);
@@ -258,7 +259,7 @@ inline Cut nucleus(const Row& row, const Cut& cut, double top_p, float* room, in
             if (cut.keeps(row.logits[i], i)) total += weights[count++] = weigh(row, row.logits[i]);
     }
     int64_t bound = int64_t(std::ceil(top_p * double(total)));
-    if (bound > total) return cut;  // rounding at a top_p next to one: nobody is cut
+    if (bound > total || count == 0) return cut;  // rounding at a top_p next to one: nobody is cut; or peaks of other logits
     int64_t* end = std::remove_if(weights, weights + count, [=](int64_t w) { return w < (total - bound) / count; });
     return first(row, before_bound(weights, end, bound), cut.low, room);
 }

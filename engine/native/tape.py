@@ -9,30 +9,26 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-import torch
-from torch import Tensor
-
 from engine.compute.graphs import CALL_BYTES
-from engine.native.kernels import RECORD, Kernel
-from engine.native.library import Pool
+from engine.native.kernels import Kernel
+from engine.native.library import RECORD, Pool, Records
 
 
 class NativeTape:
     """One recorded step. ``do`` appends; whatever a record points to is kept alive with it."""
 
     def __init__(self) -> None:
-        self._records = bytearray()
+        self._encoded = bytearray()
         self._kept: list[Any] = []
         self._pool: Pool | None = None
-        self._buffer: Tensor | None = None
-        self._address = 0
+        self._records: Records | None = None
 
     def __len__(self) -> int:
-        return len(self._records) // RECORD
+        return len(self._encoded) // RECORD
 
     @property
     def nbytes(self) -> int:
-        return len(self._records)
+        return len(self._encoded)
 
     def do(self, kernel: Callable[..., None], *arguments: Any) -> None:
         """Raises ``TypeError`` for a kernel that is not native, ``BadCall`` for arguments that it must not see."""
@@ -40,17 +36,16 @@ class NativeTape:
             raise TypeError(f"{kernel!r} cannot be recorded on a native tape, which holds native kernels only")
         if self._pool is not None and kernel.pool is not self._pool:
             raise ValueError("one tape holds kernels of one pool of threads")
-        self._records += kernel.encode(*arguments)
+        self._encoded += kernel.encode(*arguments)
         self._kept.append(arguments)
-        self._pool, self._buffer = kernel.pool, None
+        self._pool, self._records = kernel.pool, None
 
     def replay(self) -> None:
         if self._pool is None:
             return
-        if self._buffer is None:
-            self._buffer = torch.frombuffer(self._records.copy(), dtype=torch.uint8)
-            self._address = self._buffer.data_ptr()
-        self._pool.run(self._address, len(self))
+        if self._records is None:
+            self._records = Records.of(self._encoded)
+        self._pool.run(self._records)
 
 
 class NativeGraphs:

@@ -107,8 +107,12 @@ def loaded(kind: str, folder: Path, of: Library | None = None) -> NativeWeights:
 
 @functools.cache
 def alone(kind: str, kv: torch.dtype, prompt: int, folder: Path, of: Library | None = None) -> dict[int, bytes]:
+    return alone_on(loaded(kind, folder, of), kv, prompt)
+
+
+def alone_on(weights: NativeWeights, kv: torch.dtype, prompt: int) -> dict[int, bytes]:
     """Logits by position: one row, one thread, no tape, the prompt in one piece."""
-    driver = Driver(loaded(kind, folder, of), rows=1, threads=1, block_size=BLOCK, poison=float("nan"), kv_dtype=kv)
+    driver = Driver(weights, rows=1, threads=1, block_size=BLOCK, poison=float("nan"), kv_dtype=kv)
     tokens = text(0, prompt + STEPS)
     driver.start({0: tokens[:prompt]})
     for position in range(prompt, prompt + STEPS):
@@ -117,10 +121,14 @@ def alone(kind: str, kv: torch.dtype, prompt: int, folder: Path, of: Library | N
 
 
 def crowd(case: Case, folder: Path, of: Library | None = None) -> dict[int, bytes]:
+    return crowd_on(loaded(case.weights, folder, of), case)
+
+
+def crowd_on(weights: NativeWeights, case: Case) -> dict[int, bytes]:
     """Logits of the request among ``case.rows - 1`` others."""
     recorded = min(64, case.rows + 3) if case.tape == "padded" else case.rows
     driver = Driver(
-        loaded(case.weights, folder, of),
+        weights,
         rows=65,
         block_size=BLOCK,
         num_blocks=400,

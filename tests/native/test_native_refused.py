@@ -10,7 +10,7 @@ import torch
 
 from engine.compute.sampling_choice import WEIGHTS
 from engine.native.kernels import BadCall, HeadLayout, Kernel, Kernels
-from engine.native.library import Packed, Pool
+from engine.native.library import RECORD, Packed, Pool, Records
 from engine.native.runner import library
 from tests.native.kit import kernels, weight
 
@@ -32,7 +32,7 @@ class Deaf(Pool):
     def __init__(self) -> None:
         self.ran = 0
 
-    def run(self, address: int, count: int) -> None:
+    def run(self, records: Records) -> None:
         self.ran += 1
 
 
@@ -177,3 +177,18 @@ def test_closed_pool() -> None:
     pool.close()
     with pytest.raises(RuntimeError, match="closed"):
         Kernels(pool).silu_mul(f(3, 16), f(3, 8))
+
+
+def test_a_record_that_was_given_back_is_no_call() -> None:
+    """The first word of memory that Python got back is zero or an address, and what was behind it is still there."""
+    pool, gate_up, out = library().pool(1), f(3, 16), torch.full((3, 8), 7.0)
+    encoded = Kernels(pool).silu_mul.encode(gate_up, out)
+    for freed in (0, id(encoded), 7, -1):
+        call = Records.of(freed.to_bytes(8, "little", signed=True) + encoded[8:])
+        with pytest.raises(RuntimeError, match="record 0 of 1 is no call of a kernel"):
+            pool.run(call)
+        with pytest.raises(RuntimeError, match="record 1 of 3 is no call"):
+            pool.run(Records.of(encoded + bytes(call.memory.tolist()) + encoded))
+    pool.run(Records.of(encoded))
+    assert (out == 0).all()
+    assert len(encoded) == RECORD

@@ -6,7 +6,9 @@ from the head or are found by the kernel. The last tests break the native rule o
 
 from __future__ import annotations
 
+import contextlib
 import functools
+import gc
 import struct
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -20,6 +22,7 @@ from torch import Tensor
 from engine.compute.sampler import Draw, Sampler
 from engine.compute.sampling_choice import weigh
 from engine.compute.sampling_noise import bits, counters, stream_key
+from engine.compute.sampling_row import RowState
 from engine.control.plan import Sampled, Seat
 from engine.native.build import built
 from engine.native.draw import NativeDraw
@@ -244,6 +247,29 @@ def test_peaks_of_other_logits_are_noticed() -> None:
     draw = NativeDraw(kernels(), 2, 300, logits, lambda rows: peaks(logits).roll(1, 0))
     with pytest.raises(RuntimeError, match="row 0 of 2: the head's peaks are not those of its logits"):
         sampled(draw, logits, asked, [1, 1])
+
+
+def test_peaks_below_their_logits_lead_nowhere() -> None:
+    """Logits far above the peaks that are given: whatever is drawn is an id or an error, and no memory beside is read."""
+    logits = numbers(3, 4, 300) * 1000
+    for given in (torch.full((4, 19), -5e3), peaks(logits) - 900, peaks(logits).roll(7, 1), torch.zeros(4, 19)):
+        draw = NativeDraw(kernels(), 4, 300, logits, lambda rows, given=given: given)
+        for params in (SamplingParams(top_p=0.5), SamplingParams(top_k=3, top_p=0.9, min_p=0.1), SamplingParams()):
+            seats = [Seat(i, i, (1,), 1, (), SamplingSpec(params, i)) for i in range(4)]
+            with contextlib.suppress(RuntimeError):
+                assert all(0 <= one.token < 300 for one in sampled(draw, logits, seats, [1] * 4))
+
+
+def test_a_call_is_held_from_step_to_step() -> None:
+    """Calls over the head's own logits are kept: neither they nor what they point to is given back between two steps."""
+    logits = numbers(3, 2, 300)
+    draw = NativeDraw(kernels(), 2, 300, logits, lambda rows: peaks(logits))
+    wishes = [RowState(Seat(0, 0, (1,), 1, (), SamplingSpec(SamplingParams(), seed)), 300).wish for seed in (1, 2)]
+    first = draw(logits, wishes, [1, 1])
+    gc.collect()
+    rubbish = [bytearray(256) for _ in range(2000)] + [torch.full((2, 19), 9.0) for _ in range(64)]
+    assert draw(logits, wishes, [1, 1]) == first
+    assert len(rubbish) == 2064
 
 
 BREAKS: dict[str, tuple[str, str]] = {

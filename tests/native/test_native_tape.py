@@ -12,7 +12,8 @@ import pytest
 import torch
 
 from engine.control.plan import Eager, Replay
-from engine.native.kernels import RECORD, BadCall, Kernels
+from engine.native.kernels import BadCall, Kernels
+from engine.native.library import RECORD
 from engine.native.runner import library
 from engine.native.tape import NativeGraphs, NativeTape
 from tests.compute.driver import Driver, differences, shared_weights, text
@@ -66,7 +67,7 @@ def test_one_native_call_per_step(monkeypatch: pytest.MonkeyPatch) -> None:
     driver = Driver(shared_weights("native llama"), rows=2, captures=((2, 40),))
     calls: list[int] = []
     run = driver.runner.threads.run
-    monkeypatch.setattr(driver.runner.threads, "run", lambda address, count: (calls.append(count), run(address, count)))
+    monkeypatch.setattr(driver.runner.threads, "run", lambda records: (calls.append(records.count), run(records)))
     driver.start({0: text(0, 9)})
     driver.decode({0: (9, 5)}, Replay(2, 40, 1))
     driver.decode({0: (10, 5)}, Eager("test"))
