@@ -1,5 +1,5 @@
 """Whole engines at the edges of what kernels are made for: vocabularies that fill no panel, row counts from 64 down to 1,
-contexts to the last position, greedy rows beside sampled ones. Together they say what each says alone. The sanitizers run it, too.
+contexts to the last position, greedy rows beside sampled ones. Together they say what each says alone. Sanitizers run it, too.
 """
 
 from __future__ import annotations
