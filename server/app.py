@@ -30,7 +30,10 @@ from server.tracing import Tracing
 def create_app(engine: Engine, settings: ServerSettings | None = None) -> FastAPI:
     """An application for an engine that exists. From start-up to shutdown the app's own thread drives it.
 
-    ``app.state.context`` leads to the bridge and the metrics.
+    ``app.state.context`` leads to the bridge and the metrics. ``python -m server`` drains the bridge before it closes
+    connections. An ASGI server of the caller's own says nothing before it has closed them, and waits for streams to end, of
+    which ``/live`` has no end: so before stopping it, ``await app.state.context.bridge.drain(seconds)``, which ends every
+    stream with a terminal event, or give it a limit of its own (uvicorn's ``timeout_graceful_shutdown``), which cuts them.
     """
     return create_lazy_app(lambda: engine, settings)
 

@@ -182,11 +182,11 @@ class Bridge:
         """The client has its answer or is gone: what still runs is aborted. Never waits; twice is once."""
         if generation.closed:
             return
-        generation.closed = True
-        self._open.discard(generation)
-        self._wake()
         if not generation.ended:
             self._commands.put(partial(self._abort, generation))
+        generation.closed = True  # after its abort was sent: the audit counts on that
+        self._open.discard(generation)
+        self._wake()
 
     def between_steps(self, look: Callable[[Engine], Callable[[], None]]) -> None:
         """Has ``look`` called on the engine thread, between two iterations, and on the event loop what it returns.
@@ -284,7 +284,7 @@ class Bridge:
             if record.error is not None:
                 log.error("a step failed", iteration=record.iteration, error=record.error, ended=len(record.finished))
             self._publish(engine, record, began)
-            self._checker.after(engine, record.iteration)
+            self._checker.after(engine, record.iteration, self._live)
         return True
 
     def apply(self, *, wait: bool = False) -> bool:

@@ -39,6 +39,7 @@ _TYPE_OF_STATUS = {
 }
 _CODE_OF_STATUS = {404: "not_found", 405: "method_not_allowed"}
 _BRANCHES = frozenset({"str", "int", "float", "bool"})  # what pydantic calls the alternatives of a union
+_NO_OBJECT = frozenset({"missing", "model_type", "model_attributes_type"})
 _CODE_OF_REASON = {"max_model_len": "context_length_exceeded"}
 
 log = structlog.get_logger("lockstep.errors")
@@ -85,7 +86,10 @@ def of_invalid(error: InvalidRequest, names: Mapping[str, str] | None = None) ->
     if error.code == "queue_full":
         return ApiError(429, f"{error}; try again later", code="queue_full")
     param = (names or {}).get(error.param, error.param) or None
-    return ApiError(400, str(error), code=_CODE_OF_REASON.get(error.code, error.code), param=param)
+    message = str(error)
+    if param and message.startswith(f"{error.param} "):
+        message = param + message.removeprefix(error.param)
+    return ApiError(400, message, code=_CODE_OF_REASON.get(error.code, error.code), param=param)
 
 
 def of_exception(error: Exception, names: Mapping[str, str] | None = None) -> ApiError:
@@ -135,14 +139,14 @@ def _line(field: str, entry: Mapping[str, Any]) -> str:
     if kind == "json_invalid":
         why = (entry.get("ctx") or {}).get("error", "")
         return f"the body is not valid JSON{f': {why}' if why else ''}"
-    if not field:
+    if not field and kind in _NO_OBJECT:
         return "the body must be a JSON object"
     message = str(entry.get("msg", "is not valid")).removeprefix("Value error, ")
     if kind == "missing":
         return f"{field} is required"
     if kind == "value_error":
         return f"{field}: {shorten(message, 2 * MAX_INPUT)}"
-    return f"{field}: {shorten(message, 2 * MAX_INPUT)}, got {brief(entry.get('input'))}"
+    return f"{field or 'the body'}: {shorten(message, 2 * MAX_INPUT)}, got {brief(entry.get('input'))}"
 
 
 def brief(value: Any) -> str:

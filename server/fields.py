@@ -1,7 +1,8 @@
 """Fields that no schema names: unsupported ones are refused, harmless ones ignored, unknown ones warned about.
 
-A client that asks for a tool call or a JSON schema and silently gets prose is worse off than with an error. A router
-or a newer client that adds a field of its own should not fail for it.
+A client that asks for a tool call or a JSON schema and silently gets prose is worse off than with an error; and so is one
+that limits its answer by the name which another endpoint has for it. A router or a newer client that adds a field of its own
+should not fail for it.
 """
 
 from __future__ import annotations
@@ -13,6 +14,7 @@ import structlog
 
 from server.errors import ApiError, brief, shorten
 from server.logs import printable
+from server.schemas import Body, ChatBody, CompletionBody, GenerateBody, GenerateSampling
 
 MAX_NAMES = 256  # names that are remembered; a stranger must not fill the memory with them
 
@@ -87,6 +89,13 @@ IGNORED = frozenset(
     }
 )
 
+_BODIES: tuple[tuple[str, type[Body]], ...] = (
+    ("sampling_params of /generate", GenerateSampling),
+    ("/generate", GenerateBody),
+    ("/v1/completions", CompletionBody),
+    ("/v1/chat/completions", ChatBody),
+)
+
 log = structlog.get_logger("lockstep.fields")
 
 
@@ -96,8 +105,9 @@ class FieldJudge:
     def __init__(self) -> None:
         self._seen: set[str] = set()
 
-    def judge(self, extra: Mapping[str, Any] | None, *, n: int = 1, prefix: str = "") -> None:
-        """Raises ``ApiError`` 400 for an unsupported field that asks for something. ``prefix`` goes before its name."""
+    def judge(self, extra: Mapping[str, Any] | None, *, n: int = 1, prefix: str = "", generates: bool = True) -> None:
+        """Raises ``ApiError`` 400 for an unsupported field that asks for something, and where text is generated for a field of
+        another endpoint. ``prefix`` goes before its name."""
         for name, value in (extra or {}).items():
             if name in UNSUPPORTED:
                 if not _neutral(name, value, n):
@@ -107,7 +117,16 @@ class FieldJudge:
                         code="unsupported_parameter",
                         param=prefix + name,
                     )
-            elif name not in IGNORED:
+            elif name in IGNORED:
+                continue
+            elif generates and value is not None and value is not False and (homes := _homes(name)):
+                raise ApiError(
+                    400,
+                    f"{prefix}{name} is {brief(value)}, but that is a field of {', '.join(homes)} and not of this body",
+                    code="invalid_value",
+                    param=prefix + name,
+                )
+            else:
                 self._warn(prefix + name)
 
     def _warn(self, name: str) -> None:
@@ -115,6 +134,11 @@ class FieldJudge:
         if name not in self._seen and len(self._seen) < MAX_NAMES:
             self._seen.add(name)
             log.warning("unknown field is ignored; said once", field=name)
+
+
+def _homes(name: str) -> list[str]:
+    """Where a name that this body does not know means something."""
+    return [home for home, body in _BODIES if name in body.model_fields]
 
 
 def _neutral(name: str, value: Any, n: int) -> bool:

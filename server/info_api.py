@@ -170,10 +170,16 @@ async def tokenize(body: TokenizeBody, request: Request) -> Response:
     """Token ids of a prompt or of a rendered conversation."""
     context = context_of(request)
     context.model_name(body.model)
-    context.judge.judge(body.model_extra)
+    context.judge.judge(body.model_extra, generates=False)
     if (body.prompt is None) == (body.messages is None):
         raise ApiError(400, "exactly one of prompt and messages is needed", code="invalid_value", param="prompt")
-    ids = await context.desk.run(_tokenize, body, context, size=request.state.body_bytes)
+    data = await context.desk.run(_tokenized, body, context, size=request.state.body_bytes)
+    return Response(data, media_type="application/json")
+
+
+def _tokenized(body: TokenizeBody, context: Context) -> bytes:
+    """The whole answer, which may be long: runs on a worker thread."""
+    ids = _tokenize(body, context)
     answer: dict[str, Any] = {
         "tokens": ids,
         "count": len(ids),
@@ -182,14 +188,15 @@ async def tokenize(body: TokenizeBody, request: Request) -> Response:
     if body.return_token_strs:
         tokenizer = need_tokenizer(context.model, "return_token_strs")
         answer["token_strs"] = [tokenizer.token_text(token) for token in ids]
-    return _json(answer)
+    return dumps(answer)
 
 
 def _tokenize(body: TokenizeBody, context: Context) -> list[int]:
     if body.messages is not None:
         reading = context.reading(bool(body.add_special_tokens), bool(body.parse_special))
         add_prompt = body.add_generation_prompt is not False
-        return list(read_messages(body.messages, reading, add_generation_prompt=add_prompt).ids)
+        kwargs = body.chat_template_kwargs
+        return list(read_messages(body.messages, reading, add_generation_prompt=add_prompt, kwargs=kwargs).ids)
     reading = context.reading(body.add_special_tokens is not False, body.parse_special is not False)
     (prompt,) = read_prompts(body.prompt, "prompt", reading)
     return list(prompt.ids)
@@ -200,7 +207,7 @@ async def detokenize(body: DetokenizeBody, request: Request) -> Response:
     """Text of token ids, under vLLM's name (``prompt``) and SGLang's (``text``)."""
     context = context_of(request)
     context.model_name(body.model)
-    context.judge.judge(body.model_extra)
+    context.judge.judge(body.model_extra, generates=False)
     tokenizer = need_tokenizer(context.model, "tokens")
     try:
         text = await context.desk.run(

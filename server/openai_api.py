@@ -92,6 +92,8 @@ def _common(context: Context, body: OpenAIBody) -> str:
         raise ApiError(400, "echo is not supported in chat", code="unsupported_parameter", param="echo")
     context.judge.judge(extra, n=body.n or 1)
     refuse_stream_options(body.stream, body.stream_options)
+    if body.stream_options is not None:
+        context.judge.judge(body.stream_options.model_extra, prefix="stream_options.")
     return model
 
 

@@ -66,7 +66,7 @@ for _path in FILES:
 
 @router.get("/live", response_class=Response)
 async def live(request: Request) -> Response:
-    """Server-sent events about blocks, rows, queue and latencies: see server/live_view.py. Ends with the server."""
+    """Server-sent events about blocks, rows, queue and latencies: see server/live_view.py. Ends when the bridge drains."""
     context = context_of(request)
 
     async def work(send: Send) -> None:

@@ -75,6 +75,13 @@ def of_generate(body: GenerateBody) -> SamplingParams:
     given = body.sampling_params or GenerateSampling()
     values = _sampling(given)
     if given.sampling_seed is not None:
+        if given.seed not in (None, given.sampling_seed):
+            raise ApiError(
+                400,
+                f"sampling_params.seed is {given.seed}, but sampling_params.sampling_seed is {given.sampling_seed}",
+                code="invalid_value",
+                param="sampling_params.sampling_seed",
+            )
         values["seed"] = given.sampling_seed
     if body.top_logprobs_num and not body.return_logprob:
         raise ApiError(

@@ -9,7 +9,8 @@ from __future__ import annotations
 
 from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field
+from pydantic_core import PydanticKnownError
 
 from engine.request import (
     MAX_CHOICES,
@@ -41,6 +42,7 @@ Salt = Annotated[
         description="The prefix cache is shared only among requests of one salt; a secret one keeps others from guessing.",
     ),
 ]
+TemplateKwargs = Annotated[dict[str, Any], Field(max_length=64)]
 _NULL = {"type": "null"}
 _TEXT = {"type": "string", "minLength": 1}
 _IDS = {"type": "array", "items": {"type": "integer", "minimum": 0}, "minItems": 1}
@@ -54,6 +56,14 @@ Prompt = Annotated[
         examples=["The capital of France is", ["One prompt", "another"], [1, 72, 105]],
     ),
 ]
+
+
+def _few(given: Any) -> Any:
+    """A dict that is too large is refused before its entries are judged: each of them might be an error of its own."""
+    if isinstance(given, dict) and len(given) > MAX_LOGIT_BIAS:
+        context = {"field_type": "Dictionary", "max_length": MAX_LOGIT_BIAS, "actual_length": len(given)}
+        raise PydanticKnownError("too_long", context)
+    return given
 
 
 class Body(BaseModel):
@@ -89,10 +99,11 @@ class Sampling(Body):
     logit_bias: (
         Annotated[
             dict[
-                Annotated[str, Field(pattern=r"^[0-9]{1,10}$")],
+                Annotated[str, Field(pattern=r"^(0|[1-9][0-9]{0,9})$")],
                 Annotated[float, Field(ge=-100, le=100)],
             ],
             Field(max_length=MAX_LOGIT_BIAS),
+            BeforeValidator(_few),
         ]
         | None
     ) = None
@@ -190,7 +201,7 @@ class Message(Body):
         Field(json_schema_extra={"enum": ["system", "developer", "user", "assistant"]}),  # the others: a 400 in words
     ]
     content: Annotated[
-        str | Annotated[list[dict[str, Any]], Field(max_length=MAX_PARTS)] | None,
+        str | Annotated[list[dict[str, Any]], Field(max_length=MAX_PARTS, fail_fast=True)] | None,
         Field(json_schema_extra={"anyOf": [{"type": "string"}, _PARTS]}),
     ] = None
     name: Annotated[str, Field(max_length=256)] | None = None
@@ -213,7 +224,7 @@ class ChatBody(OpenAIBody):
     logprobs: bool | None = None
     top_logprobs: Annotated[int, Field(ge=0, le=MAX_LOGPROBS)] | None = None
     add_generation_prompt: bool | None = None
-    chat_template_kwargs: Annotated[dict[str, Any], Field(max_length=64)] | None = None
+    chat_template_kwargs: TemplateKwargs | None = None
 
 
 class GenerateSampling(Sampling):
@@ -272,6 +283,7 @@ class TokenizeBody(Body):
     add_special_tokens: bool | None = None
     parse_special: ParseSpecial | None = None
     add_generation_prompt: bool | None = None
+    chat_template_kwargs: TemplateKwargs | None = None
     return_token_strs: bool | None = None
 
 

@@ -14,7 +14,7 @@ from typing import Any
 
 import attrs
 
-PATIENCE = 60.0  # seconds after which a client counts as forgotten
+PATIENCE = 60.0  # seconds after which a client counts as forgotten, unless the storm says otherwise
 BODIES: list[dict[str, Any]] = [
     {
         "prompt": [3 + (11 * kind + at) % 400 for at in range(6 + 9 * kind)],
@@ -52,7 +52,7 @@ def manner(number: int) -> str:
     return "leaves" if number % 3 == 0 else "stays"
 
 
-async def client(port: int, number: int, seed: int) -> Outcome:
+async def client(port: int, number: int, seed: int, patience: float) -> Outcome:
     chance = random.Random(seed * 100_003 + number)
     kind, how = chance.randrange(len(BODIES)), manner(number)
     await asyncio.sleep(chance.uniform(0, 0.3))
@@ -80,7 +80,7 @@ async def client(port: int, number: int, seed: int) -> Outcome:
         if how == "stalls":
             await asyncio.sleep(chance.uniform(0.2, 1.2))
             return Outcome(how, kind)
-        async with asyncio.timeout(PATIENCE):
+        async with asyncio.timeout(patience):
             while piece := await reader.read(2**16):
                 came += piece
         return parse(how, kind, came)
@@ -127,8 +127,8 @@ def ids_of(answers: list[Any]) -> list[int]:
     return [token for choice in choices for token in choice["token_ids"]]
 
 
-async def storm(port: int, clients: int, seed: int) -> list[Outcome]:
-    return list(await asyncio.gather(*(client(port, number, seed) for number in range(clients))))
+async def storm(port: int, clients: int, seed: int, patience: float = PATIENCE) -> list[Outcome]:
+    return list(await asyncio.gather(*(client(port, number, seed, patience) for number in range(clients))))
 
 
 async def alone(port: int) -> list[list[int]]:
