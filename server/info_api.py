@@ -17,7 +17,7 @@ from server.errors import ApiError
 from server.facts import REQUEST_LIMITS, promises, readings
 from server.prompts import need_tokenizer, read_messages, read_prompts
 from server.schemas import DetokenizeBody, TokenizeBody
-from server.strict_json import JsonRoute, dumps
+from server.strict_json import MAX_VALUES, JsonRoute, dumps
 
 router = APIRouter(tags=["server"])
 json_router = APIRouter(route_class=JsonRoute, tags=["server"])
@@ -125,7 +125,8 @@ async def server_info(request: Request) -> Response:
 
 def _promises(context: Context) -> dict[str, Any]:
     limits: dict[str, float | None] = {**REQUEST_LIMITS, "body_bytes": context.settings.max_body_bytes}
-    limits |= {"prompt_bytes": context.settings.max_prompt_bytes, "seconds": context.settings.request_timeout or None}
+    limits |= {"body_values": MAX_VALUES, "prompt_bytes": context.settings.max_prompt_bytes}
+    limits["seconds"] = context.settings.request_timeout or None
     return {"served_model_name": list(context.names), "request_limits": limits, **promises(context.bridge.engine)}
 
 

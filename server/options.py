@@ -167,7 +167,9 @@ class Options:
     check: Annotated[
         str,
         _flag(
-            _CHECK, "off, log or raise: audit the engine's own invariants between iterations, and what then happens."
+            _CHECK,
+            "off, log or raise: audit the engine's invariants and who waits for which request, between iterations, "
+            "and what then happens.",
         ),
     ] = "off"
     check_interval: Annotated[int, _flag(_CHECK, "Audit after every so many iterations.")] = 1
