@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import gzip
 import json
+from collections import defaultdict
 from collections.abc import Iterator
 from typing import Any
 
@@ -12,6 +13,17 @@ import pytest
 from starlette.testclient import TestClient
 
 from server.app import create_app
+from server.schemas import (
+    Body,
+    ChatBody,
+    CompletionBody,
+    DetokenizeBody,
+    GenerateBody,
+    GenerateSampling,
+    Message,
+    StreamOptions,
+    TokenizeBody,
+)
 from server.settings import ServerSettings
 from tests.server.stub import stub_engine
 from tests.server.test_bodies import CHAT, CHATS, COMPLETIONS, GENERATE, TEXT, assert_error, sampling, wait_ready
@@ -102,3 +114,59 @@ def test_keywords_of_the_template_count_when_tokens_are_counted(client: TestClie
     ]
     assert counted[0] == counted[1] > 0
     assert_error(client.post("/tokenize", json=CHAT | {"chat_template_kwargs": {"messages": []}}), 400)
+
+
+READ_BY_NOBODY = {"include_obfuscation"}  # a promise to pad events that may be kept by padding nothing
+
+
+def test_every_field_of_every_body_is_read(client: TestClient, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A field that is accepted and that no code looks at would be a wish that silently fails."""
+    read: dict[type[Body], set[str]] = defaultdict(set)
+    plain = Body.__getattribute__
+
+    def recording(self: Body, name: str) -> Any:
+        read[type(self)].add(name)
+        return plain(self, name)
+
+    monkeypatch.setattr(Body, "__getattribute__", recording)
+    whole: list[tuple[str, dict[str, Any]]] = [
+        (COMPLETIONS, TEXT | {"max_tokens": 1, "echo": True, "logprobs": 1}),
+        (COMPLETIONS, TEXT | {"max_tokens": 1, "stream": True, "stream_options": {"include_usage": True}}),
+        (CHATS, CHAT | {"max_tokens": 1, "logprobs": True, "top_logprobs": 1}),
+        (GENERATE, sampling(max_new_tokens=1) | {"return_logprob": True, "logprob_start_len": 0}),
+        ("/tokenize", TEXT),
+        ("/tokenize", CHAT),
+        ("/detokenize", {"tokens": [5, 6]}),
+    ]
+    for path, body in whole:
+        assert client.post(path, json=body).status_code == 200, body
+    bodies = (
+        CompletionBody,
+        ChatBody,
+        GenerateBody,
+        GenerateSampling,
+        StreamOptions,
+        Message,
+        TokenizeBody,
+        DetokenizeBody,
+    )
+    assert set(read) == set(bodies)
+    unread = {kind.__name__: sorted(set(kind.model_fields) - read[kind] - READ_BY_NOBODY) for kind in bodies}
+    assert {name: fields for name, fields in unread.items() if fields} == {}
+
+
+def test_a_field_that_nobody_reads_would_be_seen() -> None:
+    """What the test above counts as read is read by the endpoints, not by the library that makes the body."""
+    read: set[str] = set()
+
+    class Counted(Body):
+        used: int | None = None
+        dead: int | None = None
+
+        def __getattribute__(self, name: str) -> Any:
+            read.add(name)
+            return super().__getattribute__(name)
+
+    assert Counted.model_validate({"used": 1, "dead": 2}).used == 1
+    assert "used" in read
+    assert "dead" not in read

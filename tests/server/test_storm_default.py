@@ -81,7 +81,7 @@ def test_a_storm_on_the_default_model_and_sigterm_in_a_second_one(capsys: pytest
         *("--max-model-len", "512", "--max-num-batched-tokens", "64", "--max-waiting", "2048", "--check", "raise"),
         *("--log-level", "error", "--drain-timeout", "5", "--send-timeout", "2", "--admin-key", ADMIN),
         program=("-c", PROGRAM),
-        rows=8,
+        rows=16,
         blocks=BLOCKS,
     )
     port = int(server.url.rpartition(":")[2])
