@@ -22,7 +22,7 @@ from properties.sampled import with_sampling
 from properties.shrink import shrink
 
 TRIES = {"ledger": 3000, "rows": 1500}  # of the reducer; fewer where a run takes longer
-SAMPLING = ("rows", "tiny", "gpu")  # rungs on which it shows how a request is sampled
+SAMPLING = ("rows", "tiny", "native", "gpu")  # rungs on which it shows how a request is sampled
 
 
 @attrs.frozen

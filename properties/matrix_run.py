@@ -23,10 +23,17 @@ GENERATED: Mapping[str, int] = {
     "ledger": 40,
     "rows": 30,
     "tiny": 10,
+    "native": 10,
     "wire": 10,
 }  # workloads a row; slower rungs get fewer
-SEEDS: Mapping[str, int] = {"ledger": 5, "rows": 5, "tiny": 3, "wire": 5}  # hunts for each fault
-BOUND: Mapping[str, int] = {"ledger": 4000, "rows": 2000, "tiny": 500, "wire": 500}  # workloads until a seed gives up
+SEEDS: Mapping[str, int] = {"ledger": 5, "rows": 5, "tiny": 3, "native": 3, "wire": 5}  # hunts for each fault
+BOUND: Mapping[str, int] = {
+    "ledger": 4000,
+    "rows": 2000,
+    "tiny": 500,
+    "native": 500,
+    "wire": 500,
+}  # until a seed gives up
 
 Progress = Callable[[int, int, str], None]
 _Task = tuple[str | None, str, int | None, int | None]

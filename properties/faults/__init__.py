@@ -17,6 +17,7 @@ from properties.arming import Faded, Fault, arm, instead
 from properties.faults import (
     allocator,
     compute,
+    compute_native,
     door,
     graph_replay,
     outsider,
@@ -53,6 +54,7 @@ _FAULTS = (
     *prefix_cache.FAULTS,
     *graph_replay.FAULTS,
     *compute.FAULTS,
+    *compute_native.FAULTS,
     *sampler.FAULTS,
     *text.FAULTS,
     *streaming.FAULTS,
