@@ -24,7 +24,7 @@ _STEM = 4  # characters of a stop string: enough to lie across a token border
 @attrs.frozen
 class SoloText:
     """``text``: everything that may be told. ``stop``: the string that ended it. ``after``: the number of generated tokens
-    at which that ends the request; None where none does, or only in what the end of the run flushes."""
+    at which that ends the request; None where none does, or only in what a stop token flushes."""
 
     text: str
     stop: str | None
@@ -55,10 +55,11 @@ def script(
 ) -> Script:
     """``max_tokens`` is what the door settles. The stop strings are made of the first choice's text."""
     prompt = prompt_tokens(event.prompt)
-    spoken = []
+    spoken, full = [], []
     for request in range(first_id, first_id + event.n):
         alone = solo.outcome(oracle, request, stop_ids, event.min_tokens, max_tokens)
         spoken.append(alone.tokens[: len(alone.tokens) - (alone.reason == "stop")])
+        full.append(alone.reason == "length")
     stops: tuple[str, ...] = ()
     if event.stop_text is not None:
         stops = stop_strings(prompt, spoken[0], event.stop_text, byte_fallback=shape.byte_fallback)
@@ -70,8 +71,9 @@ def script(
             include_stop=event.include_stop,
             min_tokens=event.min_tokens,
             byte_fallback=shape.byte_fallback,
+            at_length=at_length,
         )
-        for tokens in spoken
+        for tokens, at_length in zip(spoken, full, strict=True)
     ]
     return Script(stops, tuple(texts))
 
@@ -84,12 +86,17 @@ def solo_text(
     include_stop: bool = False,
     min_tokens: int = 0,
     byte_fallback: bool = False,
+    at_length: bool = False,
 ) -> SoloText:
-    """``tokens``: those whose text counts, so without a stop token at the end."""
+    """``tokens``: those whose text counts, so without a stop token at the end. ``at_length``: the last of them is the last
+    that the request may generate: it makes everything certain, and nothing is held behind it."""
     full, certain = _decoded(prompt, tokens, byte_fallback)
     if not stops:
         return SoloText(full, None, None, tuple(certain))
-    barred = len(full) if len(tokens) < min_tokens else certain[max(0, min_tokens - 1)]  # takes no part in a match
+    if at_length:
+        certain[-1] = len(full)
+    # What takes no part in a match. Without a token there is only what the prompt left unfinished, which a stop token ends.
+    barred = 0 if not tokens else len(full) if len(tokens) < min_tokens else certain[max(0, min_tokens - 1)]
     end, stop = _first_match(full, stops, barred)
     text = full if stop is None else full[: end if include_stop else end - len(stop)]
     after = None if stop is None else next((k for k, length in enumerate(certain) if length >= end), None)
@@ -97,6 +104,8 @@ def solo_text(
     for k, length in enumerate(certain):
         held = _held(full[barred:length], stops) if k >= min_tokens else 0
         lengths.append(min(length - held, len(text)))
+    if at_length:
+        lengths[-1] = len(text)
     return SoloText(text, stop, after, tuple(lengths))
 
 
@@ -106,11 +115,12 @@ def stop_strings(
     """The stop strings of a request whose ``stop_text`` is ``at``, made from its own text: one that ends inside the text of
     the ``at``-th token and begins before it; where ``at`` is even, the end of that; one that begins earlier and ends later;
     and one that is about to come when the text ends. Fewer where the text is too short. Where ``at`` is 3, 6, ... and there are
-    five characters: three that overlap, so that the one that comes is found only by giving up two others in turn."""
+    five characters: three that overlap, so that the one that comes is found only by giving up two others in turn. Where there
+    is no ``at``-th token and ``at`` is even: what only the end makes certain."""
     full, certain = _decoded(prompt, tokens, byte_fallback)
     hope = full[-2:] + NEVER
     if at > len(tokens):
-        return (hope,)
+        return (full[certain[-1] :], hope) if at % 2 == 0 and len(full) > certain[-1] else (hope,)
     before, now = certain[at - 1], certain[at]
     end = before + (now - before + 1) // 2
     if at % 3 == 0 and end >= 5:

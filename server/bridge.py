@@ -81,10 +81,10 @@ class _TimedText:
     def matched(self) -> str | None:
         return self._text.matched
 
-    def push(self, token: int, may_stop: bool = True) -> bool:
+    def push(self, token: int, may_stop: bool = True, last: bool = False) -> bool:
         began = time.perf_counter()
         try:
-            return self._text.push(token, may_stop)
+            return self._text.push(token, may_stop, last)
         finally:
             self._bridge.text_seconds += time.perf_counter() - began
 

@@ -27,8 +27,8 @@ class StopText(Protocol):
     @property
     def matched(self) -> str | None: ...
 
-    def push(self, token: int, may_stop: bool = True) -> bool:
-        """True when a stop string is complete with this token."""
+    def push(self, token: int, may_stop: bool = True, last: bool = False) -> bool:
+        """True when a stop string is complete with this token. ``last``: it reaches ``max_tokens``."""
         ...
 
 

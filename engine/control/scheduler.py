@@ -355,15 +355,16 @@ class Scheduler:
         request.status = Status.DECODING
         request.tokens.append(token)
         may_stop = request.generated >= request.min_tokens
+        last = request.generated >= request.max_tokens
         if may_stop and token in request.stop_ids:
             return self._finish(request, "stop", token)
         if request.text is not None:
             try:
-                if request.text.push(token, may_stop):
+                if request.text.push(token, may_stop, last):
                     return self._finish(request, "stop", request.text.matched)
             except Exception:  # noqa: BLE001 - text is the caller's code: it may end its own request, never the loop
                 return self._finish(request, "error", None)
-        if request.generated >= request.max_tokens:
+        if last:
             return self._finish(request, "length", None)
         return None
 

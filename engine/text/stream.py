@@ -35,8 +35,9 @@ class TextStream:
         self._taken: list[str] = []
         self._fresh: list[str] = []
 
-    def push(self, token: int, may_stop: bool = True) -> bool:
-        """Adds one generated token; True exactly when a stop string is completed by it.
+    def push(self, token: int, may_stop: bool = True, last: bool = False) -> bool:
+        """Adds one generated token; True exactly when a stop string is completed by it. ``last``: no token follows, so
+        everything that is held becomes certain with this one.
 
         Raises ``RuntimeError`` after a stop string or ``finish``: the text has ended.
         """
@@ -44,10 +45,12 @@ class TextStream:
             raise RuntimeError(f"token {token} arrives after the end of its text")
         self._may_stop = may_stop
         self._feed(self._detokenizer.push(token))
-        return self._ended
+        if last:
+            self.finish()
+        return self.matched is not None
 
     def finish(self) -> None:
-        """Releases everything held: no token follows. A stop string in the flushed rest still cuts the text."""
+        """Releases everything held: no token follows. A stop string in the flushed rest cuts the text."""
         if self._ended:
             return
         self._feed(self._detokenizer.flush())

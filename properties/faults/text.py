@@ -205,7 +205,7 @@ FAULTS = in_area(
         "D23",
         "a stop string does not end the request, only its text",
         ("decisions", "solo"),
-        line(_STREAM, "push", "return self._ended", "return False"),
+        line(_STREAM, "push", "return self.matched is not None", "return False"),
         rules=("13.1", "13.5"),
         needs=_STRING,
     ),

@@ -173,7 +173,7 @@ def test_text_that_raises_ends_its_own_request_only() -> None:
     class Broken:
         matched = None
 
-        def push(self, token: int, may_stop: bool = True) -> bool:
+        def push(self, token: int, may_stop: bool = True, last: bool = False) -> bool:
             raise OverflowError("bad id")
 
     scheduler = Scheduler(limits())

@@ -19,6 +19,7 @@ from engine.loading.synthetic import synthetic_model
 from engine.request import SEED_RANGE, InvalidRequest, SamplingParams, SamplingSpec
 from engine.text.stream import TextStream
 from tests.server.stub import StubRunner, stub_engine
+from tests.text.toy_tokenizers import toy
 
 PROMPT = (5, 6, 7)
 SAMPLED = SamplingParams(max_tokens=6, seed=11)
@@ -154,6 +155,22 @@ def test_how_an_answer_ends(params: dict[str, Any], tokens: tuple[int, ...], rea
     engine = stub_engine(StubRunner(lambda prompt: (9, 2, 9, 4)))
     submitted = engine.submit(PROMPT, SamplingParams(max_tokens=4, **params))
     assert drain(engine)[submitted.requests[0]] == (tokens, reason)
+
+
+def test_half_a_character_at_the_end_is_a_stop_string_like_any_other() -> None:
+    """U+FFFD as stop string, and the answer ends inside a character: text and reason say the same, alone and before more."""
+    tokenizer = toy("byte_level")
+    a, half, rest = (tokenizer.backend.token_to_id(piece) for piece in ("a", "\u00c3", "\u00a9"))
+    for limit, reason, text in ((2, ("stop", "\ufffd"), "a"), (3, ("length", None), "a\u00e9")):
+        engine = stub_engine(StubRunner(lambda prompt: (a, half, rest)))
+        stream = TextStream(tokenizer, PROMPT, stop=["\ufffd"])
+        engine.submit(PROMPT, SamplingParams(max_tokens=limit, stop=("\ufffd",)), texts=[stream])
+        ends = []
+        while engine.has_work:
+            ends += engine.step().finished
+        assert [(end.reason, end.stop) for end in ends] == [reason]
+        stream.finish()
+        assert stream.text == text
 
 
 # Refusals --------------------------------------------------------------------------------------------------------------

@@ -11,6 +11,7 @@ import pytest
 
 from engine.trace import CLIENTS, Abort, FormatError, Shape, Shutdown, Submit, Workload, dumps, loads
 from properties import corpus
+from properties.arming import arm, line
 from properties.faults import CATALOGUE, armed
 from properties.generate import RandomSource, workload
 from properties.lockstep import run
@@ -50,6 +51,27 @@ def test_a_stop_string_ends_a_request_where_its_own_text_says() -> None:
     assert ran.occurred["text held back"] > 0
     include = run(Workload(SHAPE, (replace(ONE, stop_text=5, include_stop=True),))).callers[0].text
     assert include.text == caller.text.text + str(include.stop)
+
+
+@pytest.mark.parametrize("fallback", [False, True])
+def test_what_only_the_last_token_makes_certain_ends_a_request_with_reason_stop(fallback: bool) -> None:
+    """SPEC 13.5; an engine that says ``length`` there differs from the specification."""
+    shape = replace(SHAPE, byte_fallback=fallback)
+    asked = [replace(ONE, prompt=((name, 2),), max_tokens=k, stop_text=10) for k in range(1, 9) for name in "abcd"]
+    held = 0
+    for event in asked:
+        ran = run(Workload(shape, (event,)))
+        assert ran.first is None
+        (caller,) = ran.callers.values()
+        if caller.text.stop is None or caller.text.after != event.max_tokens:
+            continue
+        held += 1
+        assert [(end.reason, end.stop) for end in caller.ends] == [("stop", caller.text.stop)]
+        with arm(line("engine.control.scheduler:Scheduler", "_append", "may_stop, last)", "may_stop)")()):
+            found = run(Workload(shape, (event,))).first
+        assert found is not None
+        assert found.check in ("decisions", "solo")
+    assert held > 3
 
 
 @pytest.mark.parametrize("fallback", [False, True])

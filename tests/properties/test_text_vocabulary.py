@@ -72,13 +72,19 @@ def test_production_text_over_the_real_library_is_what_the_oracle_says(fallback:
     for seed in range(300):
         prompt, tokens = drawn(-1 - seed)[:6], drawn(seed)
         stops = stop_strings(prompt, tokens, seed % 9 + 1, byte_fallback=fallback)
-        include, least = seed % 3 == 0, seed % 5
+        include, least, at_length = seed % 3 == 0, seed % 5, seed % 2 == 0 and bool(tokens)
         alone = solo_text.solo_text(
-            prompt, tokens, stops=stops, include_stop=include, min_tokens=least, byte_fallback=fallback
+            prompt,
+            tokens,
+            stops=stops,
+            include_stop=include,
+            min_tokens=least,
+            byte_fallback=fallback,
+            at_length=at_length,
         )
         stream = TextStream(tokenizer, [ids[token] for token in prompt], stop=stops, include_stop=include)
         for k, token in enumerate(tokens, 1):
-            ended = stream.push(ids[token], k >= least)
+            ended = stream.push(ids[token], k >= least, at_length and k == len(tokens))
             assert ended == (alone.after == k)
             if ended:
                 break

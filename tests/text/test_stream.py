@@ -48,11 +48,13 @@ def reference(kind: str, ids: list[int], may: list[bool], stops: list[str], incl
     include=st.booleans(),
     min_tokens=st.integers(0, 6),
     takes=st.lists(st.booleans(), min_size=1, max_size=5),
+    announced=st.booleans(),
 )
 @settings(max_examples=80, deadline=None)
 def test_text_is_a_function_of_the_tokens(
-    kind: str, source: list, stops: list[str], include: bool, min_tokens: int, takes: list[bool]
+    kind: str, source: list, stops: list[str], include: bool, min_tokens: int, takes: list[bool], announced: bool
 ) -> None:
+    """Whether the last token is announced as such or ``finish`` follows it changes neither text nor match."""
     tokenizer = toy(kind)
     texts = "".join(source) if source and isinstance(source[0], str) else None
     ids = tokenizer.encode(texts) if texts is not None else [i % tokenizer.vocab_size for i in source]
@@ -60,7 +62,7 @@ def test_text_is_a_function_of_the_tokens(
     stream = TextStream(tokenizer, stop=stops, include_stop=include)
     taken, stopped = [], False
     for i, (token, flag) in enumerate(zip(ids, may, strict=True)):
-        stopped = stream.push(token, flag)
+        stopped = stream.push(token, flag, announced and i == len(ids) - 1)
         assert stopped == (stream.matched is not None)
         if takes[i % len(takes)]:
             taken.append(stream.take())
@@ -124,6 +126,27 @@ def test_a_run_that_finish_closes_still_stops() -> None:
     assert [stream.push(token) for token in ids] == [False] * len(ids)
     stream.finish()
     assert (stream.text, stream.matched) == ("a", "🎉")
+
+
+@pytest.mark.parametrize(
+    ("kind", "stop"), [("byte_level", "\ufffd"), ("byte_fallback", "\ufffd"), ("byte_fallback", "\u00e9")]
+)
+def test_what_only_the_last_token_makes_certain_may_stop(kind: str, stop: str) -> None:
+    """The last of a text's tokens leaves half a character, or an open run of bytes, and then there is nothing to wait for."""
+    tokenizer = toy(kind)
+    byte = {"byte_level": "\u00c3", "byte_fallback": "<0xC3>"}[kind]
+    ids = [tokenizer.backend.token_to_id(piece) for piece in ("a", byte)]
+    if stop == "\u00e9":
+        ids.append(tokenizer.backend.token_to_id("<0xA9>"))
+    for last in (True, False):
+        stream = TextStream(tokenizer, stop=[stop])
+        ended = [stream.push(token, last=last and token == ids[-1]) for token in ids]
+        assert ended == [False] * (len(ids) - 1) + [last]
+        stream.finish()
+        assert (stream.text, stream.matched) == ("a", stop)
+    barred = TextStream(tokenizer, stop=[stop])
+    assert [barred.push(token, False, token == ids[-1]) for token in ids] == [False] * len(ids)
+    assert barred.text == "a" + stop
 
 
 def test_the_end_is_the_end() -> None:
