@@ -132,7 +132,7 @@ void linear(const void* job, int64_t unit, Scratch& scratch) {
     const LinearJob& a = *static_cast<const LinearJob*>(job);
     int64_t panels = (a.linear.n + LANES - 1) / LANES, per = panels_per_unit(a.linear), first = unit * per;
     if (panels - first < per) per = panels - first;
-    float* room = scratch.floats(PANELS * K_PIECE * LANES);
+    float* room = scratch.floats(tile_floats(a.linear));
     switch (a.type) {
         case TYPE_F32: return linear_tile<F32>(a.linear, first, per, room);
         case TYPE_BF16: return linear_tile<BF16>(a.linear, first, per, room);

@@ -26,6 +26,9 @@ constexpr int ROWS = 4, PANELS = 1, ALONE = 1;
 #endif
 constexpr int DIRECT = 4;  // up to this many rows weights are dequantised in registers, beyond it once per tile
 constexpr int64_t K_PIECE = 128;  // k's of one tile that stay in the first-level cache; a multiple of 32
+// From this many rows on the sums of a tile have left the caches when the next piece of k needs them, which costs more than
+// weights from the second level: pieces are as long as it has room for.
+constexpr int64_t MANY = 128, K_LONG = 1536;
 
 // Weight types: a group is what shares scales, ``step`` gives STEP consecutive k's of it.
 
@@ -242,7 +245,11 @@ INLINE void direct(const Linear& a, const uint8_t* w, int64_t panel, const Out& 
     }
 }
 
-// Panels first .. first + panels - 1 for all rows. ``scratch`` has room for PANELS * K_PIECE * 16 floats.
+INLINE int64_t longest_piece(const Linear& a) { return a.rows < MANY ? K_PIECE : K_LONG; }
+
+// Panels first .. first + panels - 1 for all rows. ``scratch`` has room for ``tile_floats``.
+INLINE int64_t tile_floats(const Linear& a) { return PANELS * longest_piece(a) * LANES; }
+
 template <class T>
 void linear_tile(const Linear& a, int64_t first, int64_t panels, float* scratch) {
     const int64_t bytes = a.k / T::GROUP * T::BYTES, column = first * LANES;
@@ -264,12 +271,13 @@ void linear_tile(const Linear& a, int64_t first, int64_t panels, float* scratch)
             }
         }
     } else {
-        for (int64_t k = 0; k < a.k; k += K_PIECE) {
-            int64_t count = a.k - k < K_PIECE ? a.k - k : K_PIECE;
+        const int64_t longest = longest_piece(a);
+        for (int64_t k = 0; k < a.k; k += longest) {
+            int64_t count = a.k - k < longest ? a.k - k : longest;
             const float* piece = reinterpret_cast<const float*>(w) + k * LANES;
             int64_t stride = a.k * LANES;
             if (T::BYTES != F32::BYTES) {
-                stride = K_PIECE * LANES;
+                stride = count * LANES;
                 for (int64_t p = 0; p < panels; ++p) expand<T>(w + p * bytes, k / T::GROUP, count, scratch + p * stride);
                 piece = scratch;
             }

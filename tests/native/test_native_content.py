@@ -23,7 +23,7 @@ from engine.native.weights import NativeWeights, load_native
 from tests.compute.driver import Driver, text
 from tests.models import write_gguf
 from tests.native.kit import changed_source, kernels_of
-from tests.native.test_native_linear import ROWS, row_differences
+from tests.native.test_native_linear import ROWS, many_rows_differ, row_differences
 
 PROMPT, TOTAL = 61, 67  # decoding crosses the first tile's end
 NEIGHBOURS = (1, 5, 64, 17, 33)
@@ -188,14 +188,15 @@ def test_broken_order_is_noticed(folder: Path, tmp_path: Path) -> None:
         tmp_path,
         "product.h",
         (
-            "for (int64_t k = 0; k < a.k; k += K_PIECE) {",
-            "for (int64_t k = (a.k - 1) / K_PIECE * K_PIECE; k >= 0; k -= K_PIECE) {",
+            "for (int64_t k = 0; k < a.k; k += longest) {",
+            "for (int64_t k = (a.k - 1) / longest * longest; k >= 0; k -= longest) {",
         ),
-        ("a.ldo, n, k == 0);", "a.ldo, n, k == (a.k - 1) / K_PIECE * K_PIECE);"),
+        ("a.ldo, n, k == 0);", "a.ldo, n, k == (a.k - 1) / longest * longest);"),
     )
     broken = Library(built(folder=source, cache=tmp_path / "cache", extra=("-O1",)))
     found = row_differences(kernels_of(broken, 1), kernels_of(broken, 2), "F32", 33, 160, broken)
     assert {wrong.split(",")[0] for wrong in found} == {f"{rows} rows" for rows in ROWS if rows > 4}
+    assert many_rows_differ(kernels_of(broken, 1), kernels_of(broken, 2), "F32", broken)
     loaded = load_native(model("F32", folder), broken)
     agrees = {rows: crowd(loaded, rows, 0, 1, 2, None) == alone("F32", folder) for rows in (1, 4, 5, 16)}
     assert agrees == {1: True, 4: True, 5: False, 16: False}

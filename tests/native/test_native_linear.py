@@ -64,6 +64,23 @@ def row_differences(one: Kernels, many: Kernels, kind: str, n: int, k: int, of: 
     return wrong
 
 
+def many_rows_differ(one: Kernels, many: Kernels, kind: str, of: Library | None = None) -> bool:
+    """131 rows, which go through k in two long pieces, against some of them alone."""
+    packed, _ = weight(kind, 20, 1568, 0, of)
+    x, alone, together = numbers(4, 131, 1568), torch.empty(1, 20), torch.empty(131, 20)
+    many.linear(packed, None, x, together)
+    differ = False
+    for row in (0, 7, 64, 127, 130):
+        one.linear(packed, None, x[row : row + 1], alone)
+        differ = differ or not same_bytes(together[row : row + 1], alone)
+    return differ
+
+
+@pytest.mark.parametrize("kind", TYPES)
+def test_bytes_of_a_row_among_many(kind: str) -> None:
+    assert not many_rows_differ(kernels(1), kernels(2), kind)
+
+
 @pytest.mark.parametrize("kind", TYPES)
 def test_place_and_neighbours(kind: str) -> None:
     """One row in every place of the batch, beside rows of NaN."""
