@@ -22,6 +22,7 @@ from server import cli
 from server.options import Options
 
 ROOT = Path(__file__).resolve().parents[2]
+pytestmark = pytest.mark.timeout(600)  # processes that import torch start slowly beside others
 
 
 def start(*arguments: str, program: Sequence[str] = ("-m", "server")) -> subprocess.Popen[str]:
@@ -35,7 +36,7 @@ def start(*arguments: str, program: Sequence[str] = ("-m", "server")) -> subproc
     )
 
 
-def finish(process: subprocess.Popen[str], seconds: float = 60) -> tuple[int, str, str]:
+def finish(process: subprocess.Popen[str], seconds: float = 280) -> tuple[int, str, str]:
     out, err = process.communicate(timeout=seconds)
     return process.returncode, out, err
 
@@ -195,12 +196,16 @@ class Running:
         self.process = start(*sizes, *arguments, program=program)
         assert self.process.stdout is not None
         self.lines: list[str] = []
-        for line in self.process.stdout:
-            self.lines.append(line.rstrip("\n"))
-            if line.startswith("Lockstep is ready on "):
-                break
-        if not self.lines or not self.lines[-1].startswith("Lockstep is ready on "):
-            raise AssertionError(finish(self.process)[2])
+        try:
+            for line in self.process.stdout:
+                self.lines.append(line.rstrip("\n"))
+                if line.startswith("Lockstep is ready on "):
+                    break
+            else:
+                raise AssertionError(finish(self.process)[2])
+        except BaseException:  # the test's time is over: nobody else would end the process
+            self.process.kill()
+            raise
         self.url = self.lines[-1].removeprefix("Lockstep is ready on ")
 
     def post(self, path: str, body: dict[str, Any]) -> Any:
@@ -243,7 +248,8 @@ def test_a_server_from_start_to_sigterm(running: Running, folder: Path) -> None:
 
 
 def test_ctrl_c_idle_and_sigterm_while_loading(running: Running) -> None:
-    loading = start("--port", "0", "--log-level", "info")  # the default model takes longer
+    # The default model takes longer.
+    loading = start("--port", "0", "--log-level", "info", "--drain-timeout", "600")
     assert loading.stderr is not None
     assert "starting" in loading.stderr.readline()
     for process, number in ((running.process, signal.SIGINT), (loading, signal.SIGTERM)):
@@ -252,7 +258,7 @@ def test_ctrl_c_idle_and_sigterm_while_loading(running: Running) -> None:
         status, _, err = finish(process)
         assert status == 0, err
         assert "Traceback" not in err
-        assert time.monotonic() - began < 25  # below the drain time, and above what a busy machine needs
+        assert time.monotonic() - began < 250  # below the drain time, and above what a busy machine needs
 
 
 def test_two_signals_at_once_end_at_once_and_quietly(folder: Path) -> None:
