@@ -2,19 +2,21 @@
 
 from __future__ import annotations
 
+import io
 import json
 from pathlib import Path
 
 import attrs
 import numpy as np
 import pytest
+from rich.console import Console
 
 from engine import Engine
 from engine.config import EngineConfig
 from engine.loading import load_model
 from engine.loading.synthetic import synthetic_config
 from server.bench.cli import main
-from server.bench.offline import drive_own, limits, models, quality, shares, steps
+from server.bench.offline import drive_own, limits, models, quality, report, shares, steps
 from server.bench.offline.drive import Request
 from server.bench.offline.drive_ctranslate2 import read_safetensors
 from tests.models import write_gguf
@@ -144,6 +146,19 @@ def test_shares_are_of_the_least_work() -> None:
     share = shares.share_of("F32", head, times, machine)
     assert share.shares[1] == pytest.approx((1_000_000 + 1280) / 10e9 / 2e-4)
     assert share.shares[16] == pytest.approx(16 * least.flops / 100e9 / 1e-3)
+
+
+def test_a_share_above_the_limit_is_flagged() -> None:
+    """A step cannot be faster than the machine: such a share says that the limit was measured too low."""
+    machine = limits.Limits(2, 100.0, {1_000_000: 10.0})
+    times = {1: 1e-3, 16: 2e-3}
+    for reached, flagged in ((1.45, True), (1.0, False)):
+        share = shares.Share("F32", 1.0, times, {1: 0.5, 16: reached})
+        assert share.impossible == ((16,) if flagged else ())
+        assert shares.plain(machine, [share])["shares"][0]["above_limit"] == ([16] if flagged else [])
+        told = io.StringIO()
+        report.show_shares(Console(file=told, width=200), machine, [share])
+        assert ("(!) more than the limit" in told.getvalue()) == flagged
 
 
 def test_the_machine_has_limits() -> None:

@@ -72,11 +72,15 @@ def show_shares(console: Console, limits: Limits, shares: Sequence[Share]) -> No
     for heading in headings:
         found.add_column(heading, justify="left" if heading == "weights" else "right")
     for share in shares:
-        numbers = [f"{share.times[n] * 1000:.1f}" for n in rows] + [f"{share.shares[n]:.0%}" for n in rows]
+        numbers = [f"{share.times[n] * 1000:.1f}" for n in rows]
+        numbers += [f"{share.shares[n]:.0%}{' (!)' if n in share.impossible else ''}" for n in rows]
         read = limits.read(round(share.weight_mb * 1e6))
         found.add_row(share.kind, f"{share.weight_mb:.0f}", f"{read:.1f}", *numbers)
     console.print(found)
     console.print("share at 1 row: of reading memory; at more rows: of multiplying")
+    console.print("read GB/s: of as many MB over and over, so from the last cache where they fit")
+    if any(share.impossible for share in shares):
+        console.print("(!) more than the limit: the machine was disturbed while the limit was measured, so measure again")
 
 
 def show_quality(console: Console, qualities: Sequence[Quality]) -> None:

@@ -32,6 +32,11 @@ class Share:
     times: Mapping[int, float]
     shares: Mapping[int, float]
 
+    @property
+    def impossible(self) -> tuple[int, ...]:
+        """The rows whose step was faster than the limit allows: there the limit was measured too low."""
+        return tuple(sorted(rows for rows, share in self.shares.items() if share > 1))
+
 
 def shares(files: Files, threads: int, say: Callable[[str], None]) -> tuple[Limits, list[Share]]:
     """Measures the machine, then the shipped file and every type in KINDS. Raises ``BuildError``, ``WorkerFailed``."""
@@ -94,4 +99,5 @@ def measured(
 
 
 def plain(limits: Limits, found: Sequence[Share]) -> dict[str, Any]:
-    return {"limits": attrs.asdict(limits), "shares": [attrs.asdict(share) for share in found]}
+    told = [attrs.asdict(share) | {"above_limit": list(share.impossible)} for share in found]
+    return {"limits": attrs.asdict(limits), "shares": told}
