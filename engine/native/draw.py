@@ -22,9 +22,10 @@ _WORDS = WISH // 8
 
 @attrs.frozen(eq=False)
 class _Call:
-    """One record, and the logits that it points to; the rest belongs to the drawer."""
+    """One record, and the memory that it points to; what is not named here belongs to the drawer."""
 
     logits: Tensor
+    peaks: Tensor | None
     records: Records
 
 
@@ -64,7 +65,7 @@ class NativeDraw:
         of_head = logits.data_ptr() == self._head and logits.is_contiguous()
         peaks = self._peaks(n) if of_head else None
         record = self._kernel.encode(logits, peaks, self._wishes[:n], self._weights, self._tokens[:n])
-        call = _Call(logits, Records.of(record))
+        call = _Call(logits, peaks, Records.of(record))
         if of_head:
             self._kept[n] = call
         return call

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from engine.build import settle
-from engine.compute.runner import ModelRunner
+from engine.compute.runner import ModelRunner, PlanRunner
 from engine.compute.weights import Weights, load_weights
 from engine.config import EngineConfig
 from engine.control.plan import Move, Plan, Sampled
@@ -26,6 +26,8 @@ from engine.control.record import Finished, StepRecord
 from engine.engine import Engine
 from engine.loading.model import LoadedModel
 from engine.loading.synthetic import synthetic_model
+from engine.native.runner import NativeRunner, library
+from engine.native.weights import NativeWeights, load_native
 from engine.request import SamplingParams
 
 CPU = torch.device("cpu")
@@ -56,10 +58,23 @@ def weights() -> Weights:
         return load_weights(model(), CPU, torch.float32)
 
 
-def engine(*, watched: bool = False, eos: frozenset[int] = frozenset({EOS}), **knobs: Any) -> Engine:
-    """T0 with ``knobs`` (fields of ``EngineConfig``) changed; ``watched`` puts ``Watched`` before the runner."""
-    limits = settle(EngineConfig(**T0 | knobs), model(), "cpu", torch.float32)
-    runner = ModelRunner(model(), limits, weights=weights())
+@functools.cache
+def native_weights() -> NativeWeights:
+    return load_native(model(), library())
+
+
+def engine(
+    *, watched: bool = False, eos: frozenset[int] = frozenset({EOS}), compute: str = "torch", **knobs: Any
+) -> Engine:
+    """T0 with ``knobs`` (fields of ``EngineConfig``) changed; ``watched`` puts ``Watched`` before the runner; ``compute`` is
+    ``torch`` or ``native``."""
+    config = EngineConfig(compute=compute, **T0 | knobs)
+    limits = settle(config, model(), "cpu", torch.float32, compute)
+    runner: PlanRunner
+    if compute == "native":
+        runner = NativeRunner(model(), limits, weights=native_weights(), threads=config.threads)
+    else:
+        runner = ModelRunner(model(), limits, weights=weights())
     runner.warm()
     return Engine(limits, Watched(runner) if watched else runner, eos_token_ids=eos, seed=0, model=model())
 
@@ -110,12 +125,13 @@ def text(seed: int, length: int) -> tuple[int, ...]:
 _SOLO: dict[str, Answer] = {}
 
 
-def solo(ask: Ask, eos: frozenset[int] = frozenset({EOS})) -> Answer:
+def solo(ask: Ask, eos: frozenset[int] = frozenset({EOS}), compute: str = "torch") -> Answer:
     """The request alone in a fresh engine: one row, large blocks, whole prompt at once, nothing recorded."""
-    key = repr((ask.prompt, ask.params, sorted(eos)))
+    key = repr((ask.prompt, ask.params, sorted(eos), compute))
     if key not in _SOLO:
         alone = engine(
             eos=eos,
+            compute=compute,
             block_size=16,
             num_kv_blocks=8,
             max_num_seqs=1,
@@ -128,11 +144,11 @@ def solo(ask: Ask, eos: frozenset[int] = frozenset({EOS})) -> Answer:
     return _SOLO[key]
 
 
-def differences(asks: Sequence[Ask], answers: Sequence[Answer]) -> list[str]:
+def differences(asks: Sequence[Ask], answers: Sequence[Answer], compute: str = "torch") -> list[str]:
     """Where tokens, logprobs, logits digests or ends differ from the solo run; an aborted answer must be its beginning."""
     found = []
     for index, (ask, answer) in enumerate(zip(asks, answers, strict=True)):
-        alone = solo(ask)
+        alone = solo(ask, compute=compute)
         if len(answer.ends) != 1:
             found.append(f"request {index} ended {len(answer.ends)} times")
             continue
@@ -274,7 +290,7 @@ class Watched:
     ``complaints`` are collected, not raised, since the engine contains what execute raises.
     """
 
-    def __init__(self, runner: ModelRunner) -> None:
+    def __init__(self, runner: PlanRunner) -> None:
         self.inner = runner
         self.complaints: list[str] = []
         self.tables: dict[int, list[int]] = {}  # by row

@@ -65,18 +65,19 @@ def happenings(seen: list[StepRecord]) -> list[str]:
     return words
 
 
+@pytest.mark.parametrize("compute", ["torch", "native"])
 @pytest.mark.parametrize("knob", KNOBS)
 @pytest.mark.parametrize("mix", MIXES)
-def test_b007_b039_b051_mixes_times_knobs(mix: str, knob: str) -> None:
+def test_b007_b039_b051_mixes_times_knobs(mix: str, knob: str, compute: str) -> None:
     """Every mix under every knob, on memory that is NaN wherever nobody may read, with every written cell checked."""
-    shared = engine(watched=True, **KNOBS[knob])
+    shared = engine(watched=True, compute=compute, **KNOBS[knob])
     capacity = shared.limits.num_blocks * shared.limits.block_size
     asks = [ask for ask in MIXES[mix] if sane(ask, capacity)]
     assert len(asks) >= 4
     answers = play(shared, asks)
     assert isinstance(shared.runner, Watched)
     assert shared.runner.complaints == []
-    assert differences(asks, answers) == []
+    assert differences(asks, answers, compute) == []
 
 
 @pytest.mark.parametrize(
