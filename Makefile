@@ -49,5 +49,5 @@ lock: setup  ## write ci/constraints.txt anew (ARGS=--upgrade for newest version
 	@sh ci/lock.sh $(ARGS)
 
 clean:  ## remove .venv and every cache; found workloads stay
-	rm -rf .venv .clients .setup.lock .pytest_cache .mypy_cache .ruff_cache .import_linter_cache .hypothesis build dist
+	rm -rf .venv .clients .setup.lock .clients.lock .pytest_cache .mypy_cache .ruff_cache .import_linter_cache .hypothesis build dist
 	find . -name __pycache__ -type d -not -path './.git/*' -prune -exec rm -rf {} +

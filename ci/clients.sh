@@ -33,4 +33,11 @@ install() {
     say ".clients is ready"
 }
 
-ready || install
+ready && exit 0
+# Two at once: the second waits for the first, then finds the work done.
+if command -v flock >/dev/null 2>&1; then
+    exec 9>.clients.lock
+    flock 9
+    ready && exit 0
+fi
+install

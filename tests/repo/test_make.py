@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import re
+import shutil
 import subprocess
 from pathlib import Path
 
@@ -53,23 +54,48 @@ def test_script_is_executable_and_parses(script: str) -> None:
     subprocess.run([shell, "-n", str(path)], check=True)
 
 
-def test_ci_runs_every_stage_even_after_one_failed(tmp_path: Path) -> None:
-    (tmp_path / ".ci").mkdir()
-    (tmp_path / ".ci" / "run").write_text((ROOT / ".ci" / "run").read_text(encoding="utf-8"), encoding="utf-8")
-    (tmp_path / "Makefile").write_text(
-        "setup clients:\n\t@true\ncheck:\n\t@exit 1\nreadme:\n\t@true\ntest:\n\t@echo '3 passed in 1s'\n"
-    )
-    (tmp_path / "apt-get").write_text("#!/bin/sh\nexit 1\n")  # a test installs nothing on the machine that it runs on
-    (tmp_path / "apt-get").chmod(0o755)
-    result = subprocess.run(
+def run_ci(folder: Path, makefile: str, limit: str = "") -> subprocess.CompletedProcess[str]:
+    """.ci/run in an empty folder with ``makefile``; every limit is ``limit`` where one is given. Nothing is installed on the
+    machine that the test runs on."""
+    (folder / ".ci").mkdir()
+    (folder / ".ci" / "run").write_text((ROOT / ".ci" / "run").read_text(encoding="utf-8"), encoding="utf-8")
+    (folder / "Makefile").write_text(makefile, encoding="utf-8")
+    programs = {"apt-get": "exit 1"}
+    if limit:
+        programs["timeout"] = f'shift 2; exec {shutil.which("timeout")} --kill-after=1 {limit} "$@"'
+    for name, line in programs.items():
+        (folder / name).write_text(f"#!/bin/sh\n{line}\n", encoding="utf-8")
+        (folder / name).chmod(0o755)
+    return subprocess.run(
         ["bash", ".ci/run"],
-        cwd=tmp_path,
-        env={**os.environ, "PATH": f"{tmp_path}{os.pathsep}{os.environ['PATH']}"},
+        cwd=folder,
+        env={**os.environ, "PATH": f"{folder}{os.pathsep}{os.environ['PATH']}"},
         check=False,
         text=True,
         capture_output=True,
         timeout=60,
     )
+
+
+def test_ci_runs_every_stage_even_after_one_failed(tmp_path: Path) -> None:
+    makefile = "setup clients:\n\t@true\ncheck:\n\t@exit 1\nreadme:\n\t@true\ntest:\n\t@echo '3 passed in 1s'\n"
+    result = run_ci(tmp_path, makefile)
     assert result.returncode == 1
     assert result.stdout.endswith("3 passed in 1s\n")
     assert "'make check' ended with status 2" in result.stderr
+    assert "make clients" not in result.stderr
+
+
+@pytest.mark.parametrize(
+    ("recipe", "status", "limit"), [("echo no such package >&2; exit 1", 2, ""), ("sleep 1000", 124, "2")]
+)
+def test_clients_that_cannot_be_installed_fail_the_run_in_words(
+    recipe: str, status: int, limit: str, tmp_path: Path
+) -> None:
+    """Also when the index never answers; and the stages beside and behind it have run."""
+    stages = "".join(f"{name}:\n\t@echo {name} ran\n" for name in ("check", "readme", "test"))
+    result = run_ci(tmp_path, f"clients:\n\t@{recipe}\n{stages}", limit)
+    assert result.returncode == 1
+    assert result.stdout.splitlines() == ["check ran", "readme ran", "test ran"]
+    assert f"'make clients' ended with status {status} " in result.stderr
+    assert ("no such package" in result.stderr) == (status == 2)
