@@ -80,7 +80,9 @@ def show_shares(console: Console, limits: Limits, shares: Sequence[Share]) -> No
     console.print("share at 1 row: of reading memory; at more rows: of multiplying")
     console.print("read GB/s: of as many MB over and over, so from the last cache where they fit")
     if any(share.impossible for share in shares):
-        console.print("(!) more than the limit: the machine was disturbed while the limit was measured, so measure again")
+        console.print(
+            "(!) more than the limit: the machine was disturbed while the limit was measured, so measure again"
+        )
 
 
 def show_quality(console: Console, qualities: Sequence[Quality]) -> None:
