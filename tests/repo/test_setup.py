@@ -46,7 +46,13 @@ class Checkout:
     def run(self, *level: str, **environment: str) -> subprocess.CompletedProcess[str]:
         full = {"PATH": str(self.folder / "bin"), "FAKE_LOG": str(self.folder / "log"), **environment}
         return subprocess.run(
-            ["sh", "ci/setup.sh", *level], cwd=self.folder, env=full, text=True, capture_output=True, check=False, timeout=30
+            ["sh", "ci/setup.sh", *level],
+            cwd=self.folder,
+            env=full,
+            text=True,
+            capture_output=True,
+            check=False,
+            timeout=30,
         )
 
     def calls(self, containing: str) -> list[str]:
