@@ -120,7 +120,7 @@ class Records:
     count: int
 
     @classmethod
-    def of(cls, encoded: bytes) -> Records:
+    def of(cls, encoded: bytes | bytearray) -> Records:
         memory = torch.frombuffer(bytearray(encoded), dtype=torch.uint8)
         return cls(memory, memory.data_ptr(), len(encoded) // RECORD)
 
