@@ -16,6 +16,7 @@ import signal
 import socket
 import sys
 from collections.abc import Iterator
+from typing import Literal
 
 import structlog
 import uvicorn
@@ -67,6 +68,7 @@ def serve(config: EngineConfig, settings: ServerSettings, sock: socket.socket) -
             server_header=False,
             lifespan="on",
             backlog=BACKLOG,
+            http=_protocol(),
             timeout_graceful_shutdown=CLOSE_TIMEOUT,
         )
     )
@@ -89,6 +91,15 @@ def _settings_errors() -> tuple[type[Exception], ...]:
     from engine.loading.model import LoadError
 
     return (LoadError, ConfigError)
+
+
+def _protocol() -> type[asyncio.Protocol] | Literal["h11"]:
+    """The quick parser where its package is installed, with bounds on heads; h11 has them itself."""
+    try:
+        from server.heads import BoundedHeads
+    except ImportError:
+        return "h11"
+    return BoundedHeads
 
 
 async def _run(app: FastAPI, server: _Server, sock: socket.socket, url: str) -> int:
