@@ -206,6 +206,8 @@ def hunt_command(options: Options) -> int:
             print(f"{divergence}\n")
     # a run that stopped early did not reach all that it would have: after a failure no floor is judged
     missed = [] if kept else result.floors.missed(trial.floors(numbered(seed, 0).shape))
+    if not kept and not result.workloads:
+        missed = [f"NOTHING RAN: no workload ended within {options.minutes:g} minutes; give --minutes more"]
     totals = {"seed": seed, "workloads": result.workloads, "iterations": result.iterations}
     if options.json:
         _print_json({"holds": not kept and not missed, **totals, "finds": kept, "floors_missed": missed})

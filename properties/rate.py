@@ -12,14 +12,12 @@ import time
 from io import StringIO
 
 import attrs
-from hypothesis import HealthCheck, Phase, given, settings
 
 from engine.trace import Workload
 from properties.checks import ALL
 from properties.hunt import numbered
 from properties.lockstep import run
 from properties.rungs import RUNGS, MakeRung
-from properties.strategies import workloads
 
 SEED = 1
 
@@ -56,6 +54,10 @@ def plain(rung: str, count: int, without: frozenset[str] = frozenset()) -> Rate:
 
 def with_hypothesis(rung: str, count: int) -> Rate:
     """The same shapes drawn by Hypothesis, which remembers how each was drawn so that it could shrink it."""
+    from hypothesis import HealthCheck, Phase, given, settings  # what serving installs has no Hypothesis
+
+    from properties.strategies import workloads
+
     make_rung = RUNGS[rung]
     ran: list[int] = []
 

@@ -222,3 +222,21 @@ def test_a_saved_workload_needs_nothing_but_the_file(tmp_path: Path) -> None:
     save(Workload(Shape(2, 2, 1), (Submit(0, (("a", 1),), 2),)), path)
     done = _in_process([sys.executable, "-m", "properties", "replay", path.name], tmp_path)
     assert (done.returncode, done.stdout, done.stderr) == (0, "holds: 3 iterations, 1 accepted requests\n", "")
+
+
+def test_a_hunt_in_which_nothing_ran_does_not_hold(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    status, out, _ = call(capsys, f"hunt --minutes 0.0001 --jobs 1 --seed 1 --found {tmp_path}")
+    assert status == 1
+    assert "NOTHING RAN" in out
+
+
+def test_what_serving_installs_is_enough_to_replay() -> None:
+    """Hypothesis comes with the tests only; ``make serve`` leaves it out."""
+    script = f"""
+import sys
+sys.modules["hypothesis"] = None
+from properties.__main__ import main
+sys.exit(main(["replay", {LEAK!r}]))
+"""
+    ended = subprocess.run([sys.executable, "-c", script], cwd=ROOT, capture_output=True, text=True, check=False)
+    assert (ended.returncode, ended.stdout) == (0, "holds: 33 iterations, 12 accepted requests\n"), ended.stderr
