@@ -233,6 +233,23 @@ INLINE void add_values(const QueryRows& u, const TileRows& rows, int64_t low, in
     if (count == 1) add_some<1>(u, rows, low, high, first);
 }
 
+// What two parts of a sum are multiplied with when they come under one peak, for sixteen queries at once.
+struct Rescale {
+    V16 peak, before, now;
+};
+
+INLINE Rescale rescale(V16 before, V16 now) {
+    const V16 peak = max(now, before);
+    return {peak, exp16(sub(before, peak)), exp16(sub(now, peak))};
+}
+
+// total = total before + part now; ``sum`` the same.
+INLINE void merge_values(const float* part, float before, float now, int64_t width, float* total) {
+    const V16 b = set16(before), n = set16(now);
+    for (int64_t d = 0; d < width; d += LANES)
+        store16(total + d, fma(load16(part + d), n, mul(load16(total + d), b)));
+}
+
 // One tile more, for one query; ``sum`` is negative before the first that it sees.
 INLINE void merge(const float* part, float peak, float sum, int64_t width, float* total, float& peak_so_far, float& sum_so_far) {
     if (sum_so_far < 0) {
@@ -241,14 +258,14 @@ INLINE void merge(const float* part, float peak, float sum, int64_t width, float
         std::memcpy(total, part, size_t(width) * 4);
         return;
     }
-    float highest = peak > peak_so_far ? peak : peak_so_far;
-    V16 before = exp16(set16(peak_so_far - highest)), now = exp16(set16(peak - highest));
-    for (int64_t d = 0; d < width; d += LANES)
-        store16(total + d, fma(load16(part + d), now, mul(load16(total + d), before)));
-    float lanes[LANES];
-    store16(lanes, fma(set16(sum), now, mul(set16(sum_so_far), before)));
+    const Rescale scale = rescale(set16(peak_so_far), set16(peak));
+    float before[LANES], now[LANES], lanes[LANES];
+    store16(before, scale.before), store16(now, scale.now);
+    merge_values(part, before[0], now[0], width, total);
+    store16(lanes, fma(set16(sum), scale.now, mul(set16(sum_so_far), scale.before)));
     sum_so_far = lanes[0];
-    peak_so_far = highest;
+    store16(lanes, scale.peak);
+    peak_so_far = lanes[0];
 }
 
 INLINE float* partial(const Attention& a, int64_t token, int64_t head, int64_t tile, int64_t width) {
@@ -266,6 +283,26 @@ INLINE void keep(const Attention& a, const QueryRows& u, int64_t head, int64_t t
     place[0] = peak;
     place[1] = sum;
     std::memcpy(place + 2, part, size_t(u.width) * 4);
+}
+
+// ``merge`` for rows first .. first + count - 1, at most sixteen: the same operations, lane by lane.
+INLINE void keep_some(const QueryRows& u, int64_t first, int64_t count, const float* peaks, const float* sums) {
+    const Rescale scale = rescale(load16(u.peak + first, count), load16(peaks, count));
+    const V16 merged = fma(load16(sums, count), scale.now, mul(load16(u.sum + first, count), scale.before));
+    float peak[LANES], sum[LANES], before[LANES], now[LANES];
+    store16(peak, scale.peak), store16(sum, merged), store16(before, scale.before), store16(now, scale.now);
+    for (int64_t i = 0; i < count; ++i) {
+        const int64_t r = first + i;
+        const float* part = u.part + r * u.width;
+        if (sums[i] < 0) continue;  // sees nothing of this tile
+        if (u.sum[r] < 0) {         // sees its first
+            merge(part, peaks[i], sums[i], u.width, u.total + r * u.width, u.peak[r], u.sum[r]);
+            continue;
+        }
+        merge_values(part, before[i], now[i], u.width, u.total + r * u.width);
+        u.peak[r] = peak[i];
+        u.sum[r] = sum[i];
+    }
 }
 
 // The positions of a tile that at least one query of the unit sees; whether all of them see all of it.
@@ -319,8 +356,14 @@ INLINE void attend_tile(const Attention& a, const QueryRows& u, const int64_t* t
             }
         }
         if (whole) add_values(u, rows, 0, TILE, begin, end - begin);
-        for (int64_t r = begin; r < end; ++r)
-            if (!(sums[r - begin] < 0)) keep(a, u, head, tile, r, peaks[r - begin], sums[r - begin]);
+        for (int64_t r = begin; r < end; r += LANES) {
+            const int64_t some = end - r < LANES ? end - r : LANES;
+            if (a.partials == nullptr && some > 1)
+                keep_some(u, r, some, peaks + (r - begin), sums + (r - begin));
+            else
+                for (int64_t i = r; i < r + some; ++i)
+                    if (!(sums[i - begin] < 0)) keep(a, u, head, tile, i, peaks[i - begin], sums[i - begin]);
+        }
     }
 }
 

@@ -184,7 +184,9 @@ __attribute__((noinline)) static void multiply_all(int64_t rows, const float* x,
                                                    int64_t panel, int64_t step, int64_t count, float* out, int64_t ldo,
                                                    int64_t n, bool fresh) {
     for (int64_t c = 0; c < n;) {
-        int64_t left = (n - c + LANES - 1) / LANES, panels = left < PANELS ? left : PANELS, width = panels * LANES;
+        int64_t left = (n - c + LANES - 1) / LANES, panels = left < PANELS ? left : PANELS;
+        if (PANELS > 2 && left == PANELS + 1) panels = 2;  // a tile of keys is four panels: two and two, not three and one
+        const int64_t width = panels * LANES;
         int64_t lanes = (n - c < width ? n - c : width) - (panels - 1) * LANES;
         const float* weights = w + c / LANES * panel;
         for (int64_t r = 0; r < rows; r += ROWS) {

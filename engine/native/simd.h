@@ -182,7 +182,29 @@ INLINE void store16(float* p, V16 x, int64_t n) {
     std::memcpy(p, lanes, size_t(n) * 4);
 }
 
-// A tree of fixed shape: lane i takes lane i + 8, then i + 4, i + 2, i + 1.
+// A tree of fixed shape: lane i takes lane i + 8, then i + 4, i + 2, i + 1; in registers where there are any.
+#if LANES_AVX512 || LANES_AVX2
+#if LANES_AVX512
+INLINE __m256 low_half(V16 x) { return _mm512_castps512_ps256(x.v); }
+INLINE __m256 high_half(V16 x) { return _mm512_extractf32x8_ps(x.v, 1); }
+#else
+INLINE __m256 low_half(V16 x) { return x.a; }
+INLINE __m256 high_half(V16 x) { return x.b; }
+#endif
+INLINE float sum_lanes(V16 x) {
+    __m256 eight = _mm256_add_ps(low_half(x), high_half(x));
+    __m128 four = _mm_add_ps(_mm256_castps256_ps128(eight), _mm256_extractf128_ps(eight, 1));
+    __m128 two = _mm_add_ps(four, _mm_movehl_ps(four, four));
+    return _mm_cvtss_f32(_mm_add_ss(two, _mm_movehdup_ps(two)));
+}
+
+INLINE float largest_lane(V16 x) {
+    __m256 eight = _mm256_max_ps(low_half(x), high_half(x));
+    __m128 four = _mm_max_ps(_mm256_castps256_ps128(eight), _mm256_extractf128_ps(eight, 1));
+    __m128 two = _mm_max_ps(four, _mm_movehl_ps(four, four));
+    return _mm_cvtss_f32(_mm_max_ss(two, _mm_movehdup_ps(two)));
+}
+#else
 INLINE float sum_lanes(V16 x) {
     float lanes[LANES];
     store16(lanes, x);
@@ -198,6 +220,7 @@ INLINE float largest_lane(V16 x) {
         for (int i = 0; i < half; ++i) lanes[i] = lanes[i] > lanes[i + half] ? lanes[i] : lanes[i + half];
     return lanes[0];
 }
+#endif
 
 // e^x to about 1 ulp in -87..88, clamped outside; NaN stays NaN. Reduction by ln 2 in two parts, then a polynomial of
 // degree 6 in Horner's form with the coefficients of the Taylor series' minimax neighbour (Cephes, S. Moshier).
