@@ -175,10 +175,12 @@ class FrontDoor:
 
 
 def _has_key(headers: Headers, digests: Sequence[bytes]) -> bool:
-    scheme, _, key = headers.get("authorization", "").partition(" ")
-    given = hashlib.sha256(key.strip().encode("utf-8", "surrogateescape")).digest()
-    known = [hmac.compare_digest(given, digest) for digest in digests]  # all of them, in constant time
-    return scheme.lower() == "bearer" and any(known)
+    """Keys are told by their bytes: UTF-8, as terminals send them, or Latin-1, as browsers and some HTTP clients do."""
+    scheme, _, key = headers.get("authorization", "").encode("latin-1").partition(b" ")  # the bytes as they came
+    key = key.strip()
+    given = [hashlib.sha256(spelled).digest() for spelled in (key, key.decode("latin-1").encode())]
+    known = [hmac.compare_digest(one, digest) for one in given for digest in digests]  # all of them, in constant time
+    return scheme.lower() == b"bearer" and any(known)
 
 
 def clean_id(given: str | None) -> str:

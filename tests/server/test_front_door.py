@@ -95,6 +95,28 @@ def test_each_key_opens(guarded: TestClient, key: str) -> None:
     assert guarded.get("/metrics", headers={"Authorization": f"bearer {key}"}).status_code == 200
 
 
+ODD_KEY = "cl\u00e9-\u00e0"  # its last byte in UTF-8 is a space in Latin-1
+
+
+@pytest.mark.parametrize(
+    ("sent", "status"),
+    [
+        (ODD_KEY.encode(), 200),
+        (ODD_KEY.encode("latin-1"), 200),
+        (ODD_KEY.encode() + b" ", 200),
+        (ODD_KEY.encode("utf-16-le"), 401),
+        (ODD_KEY.encode()[:-1], 401),
+        (b"cle-a", 401),
+        (b"\xff\xfe", 401),
+    ],
+)
+def test_a_key_beyond_ascii_opens_by_its_bytes(sent: bytes, status: int) -> None:
+    with TestClient(create_app(stub_engine(), ServerSettings(api_keys=(ODD_KEY,)))) as client:
+        wait_ready(client)
+        headers = {b"authorization": b"Bearer " + sent}
+        assert client.get("/v1/models", headers=headers).status_code == status
+
+
 def test_neither_key_nor_prompt_is_told_to_anybody(capsys: pytest.CaptureFixture[str]) -> None:
     """B159."""
     settings = ServerSettings(api_keys=(KEY,))
