@@ -157,7 +157,7 @@ def read_messages(
     extra = dict(kwargs or {})
     if not reading.parse_special:
         plain = [{name: tokenizer.guard(text) for name, text in message.items()} for message in plain]
-        extra = {name: tokenizer.guard(value) if isinstance(value, str) else value for name, value in extra.items()}
+        extra = _guarded(extra, tokenizer)
     try:
         text = model.template.render(plain, add_generation_prompt=add_generation_prompt, **extra)
     except TemplateFailure as error:
@@ -171,6 +171,24 @@ def read_messages(
     around = tokenizer.encode("") if reading.add_special_tokens else []
     leading = 1 if tokenizer.add_bos else 0
     return Prompt((*around[:leading], *ids, *around[leading:]))
+
+
+def _guarded(extra: Mapping[str, Any], tokenizer: Tokenizer) -> dict[str, Any]:
+    """The template's variables with every text in them guarded, keys too: a template may show any of it."""
+
+    def guard(value: Any) -> Any:
+        if isinstance(value, str):
+            return tokenizer.guard(value)
+        if isinstance(value, list):
+            return [guard(one) for one in value]
+        if isinstance(value, dict):
+            return {tokenizer.guard(key): guard(one) for key, one in value.items()}
+        return value
+
+    try:
+        return {name: guard(value) for name, value in extra.items()}
+    except RecursionError:
+        raise _bad("chat_template_kwargs", "chat_template_kwargs is nested too deeply") from None
 
 
 def _plain(message: Message, name: str) -> dict[str, str]:
