@@ -17,6 +17,7 @@ from engine.loading.model import LoadedModel
 from engine.loading.template import TemplateFailure
 from engine.loading.tokenizer import Tokenizer
 from engine.request import SamplingParams
+from engine.text.stops import StopSet
 from engine.text.stream import TextStream
 from server.errors import ApiError, brief
 from server.live import Choice
@@ -234,6 +235,7 @@ def make_choices(prompts: Sequence[Prompt], params: SamplingParams, model: Loade
     """``n`` choices per prompt, each with a text of its own. Runs on a worker thread: a long prompt primes the text."""
     if params.stop:
         need_tokenizer(model, "stop")
+    stops = StopSet(params.stop)  # one for all: a request may have a thousand choices
     return [
         Choice(
             index=at * params.n + choice,
@@ -241,7 +243,7 @@ def make_choices(prompts: Sequence[Prompt], params: SamplingParams, model: Loade
             text=TextStream(
                 model.tokenizer,
                 prompt.ids,
-                stop=params.stop,
+                stop=stops,
                 include_stop=params.include_stop_str_in_output,
                 skip_special_tokens=params.skip_special_tokens,
             ),

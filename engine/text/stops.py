@@ -25,13 +25,22 @@ class _Node:
     match: str | None = None
 
 
-class StopStrings:
-    """Finds the first stop string in a text that arrives in pieces."""
+class StopSet:
+    """The stop strings of a request, compiled once; it never changes, so all texts of the request share it. Building it
+    costs time and memory by the character of the stop strings, following a text in it next to none."""
 
-    def __init__(self, stops: Sequence[str], *, include_stop: bool = False) -> None:
+    def __init__(self, stops: Sequence[str]) -> None:
+        self.root = _automaton(stops)
+
+
+class StopStrings:
+    """Finds the first stop string in a text that arrives in pieces. What is kept for each text is a place in the set's
+    automaton and the text held back."""
+
+    def __init__(self, stops: Sequence[str] | StopSet, *, include_stop: bool = False) -> None:
         self.matched: str | None = None
         self._include = include_stop
-        self._root = _automaton(stops)
+        self._root = (stops if isinstance(stops, StopSet) else StopSet(stops)).root
         self._node = self._root
         self._held = ""  # always the last ``_node.depth`` characters
 

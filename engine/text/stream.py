@@ -13,18 +13,18 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from engine.text.detokenize import Detokenizer, Vocabulary
-from engine.text.stops import StopStrings
+from engine.text.stops import StopSet, StopStrings
 
 
 class TextStream:
-    """Detokenisation and stop strings of one request."""
+    """Detokenisation and stop strings of one choice. ``stop``: a ``StopSet`` where several texts share the same."""
 
     def __init__(
         self,
         tokenizer: Vocabulary | None,
         prompt_ids: Sequence[int] = (),
         *,
-        stop: Sequence[str] = (),
+        stop: Sequence[str] | StopSet = (),
         include_stop: bool = False,
         skip_special_tokens: bool = True,
     ) -> None:

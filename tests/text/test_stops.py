@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from engine.text import stops as module
-from engine.text.stops import StopStrings
+from engine.text.stops import StopSet, StopStrings
 
 ALPHABET = "ab👍"
 STOPS = st.lists(st.text(ALPHABET, min_size=1, max_size=5), max_size=4)
@@ -45,6 +45,20 @@ def test_any_cut_gives_the_rule(stops: list[str], pieces: list[str], include: bo
             assert len(seen) - len(shown) == held(seen, stops)  # neither more nor less (B094)
     shown += matcher.release()
     assert (shown, matcher.matched) == expected(seen, stops, include)
+
+
+@given(STOPS, st.lists(st.tuples(st.integers(0, 2), st.text(ALPHABET + "c", max_size=6)), max_size=24))
+@settings(max_examples=100, deadline=None)
+def test_texts_that_share_a_set_do_not_disturb_each_other(stops: list[str], pushes: list[tuple[int, str]]) -> None:
+    shared = StopSet(stops)
+    matchers = [StopStrings(shared) for _ in range(3)]
+    shown, seen = [""] * 3, [""] * 3
+    for at, piece in pushes:
+        shown[at] += matchers[at].push(piece)
+        seen[at] += piece
+    for at, matcher in enumerate(matchers):
+        shown[at] += matcher.release()
+        assert (shown[at], matcher.matched) == expected(seen[at], stops, False)
 
 
 @pytest.mark.parametrize(
