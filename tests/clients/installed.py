@@ -25,9 +25,9 @@ needs_clients = pytest.mark.skipif(
 
 
 def run(
-    command: Sequence[str | Path], folder: Path, *, seconds: float = 280, **more: str
+    command: Sequence[str | Path], folder: Path, *, seconds: float = 280, within: Path = ROOT, **more: str
 ) -> subprocess.CompletedProcess[str]:
-    """In ``ROOT``, with ``folder`` as home and nothing that leads out of this machine; never waits for ever."""
+    """In ``within``, with ``folder`` as home and nothing that leads out of this machine; never waits for ever."""
     kept = {name: value for name, value in os.environ.items() if not name.upper().endswith("_PROXY")}
     environment = {
         **kept,
@@ -44,7 +44,7 @@ def run(
     }
     return subprocess.run(
         command,
-        cwd=ROOT,
+        cwd=within,
         env=environment,
         text=True,
         capture_output=True,

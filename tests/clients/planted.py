@@ -14,16 +14,23 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 @attrs.frozen
 class Plant:
-    """Rewrites statuses and each piece of each body; ``pieces`` counts those of one answer from 0."""
+    """Rewrites statuses and each piece of each body; ``pieces`` counts those of one answer from 0. ``path``: of this one
+    alone. ``hangs``: it never answers."""
 
     name: str
     body: Callable[[bytes, int], bytes] = lambda data, pieces: data
     status: Callable[[str, int], int] = lambda path, status: status
+    path: str | None = None
+    hangs: bool = False
 
     def __call__(self, app: ASGIApp) -> ASGIApp:
         async def spoilt(scope: Scope, receive: Receive, send: Send) -> None:
-            if scope["type"] != "http":
+            if scope["type"] != "http" or self.path not in (None, scope["path"]):
                 await app(scope, receive, send)
+                return
+            if self.hangs:
+                while (await receive())["type"] != "http.disconnect":
+                    pass
                 return
             pieces = 0
 

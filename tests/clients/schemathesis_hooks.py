@@ -1,8 +1,9 @@
 """What schemathesis makes, made answerable: of the bodies, two of three have their fields brought together.
 
 A schema bounds each field; that two of them fit each other (a prompt and its answer into one context, ``min_tokens`` below
-``max_tokens``, ``top_logprobs`` with ``logprobs``) it does not say, and random fields rarely do. The third body stays as
-it was made, and so does whatever is wrong by itself. Loaded by schemathesis itself, outside .venv.
+``max_tokens``, ``top_logprobs`` with ``logprobs``) it does not say, and random fields rarely do; and 1.0 is an integer to a
+schema, but not here. The third body stays as it was made, and so does whatever is wrong by itself. Loaded by schemathesis
+itself, outside .venv.
 """
 
 from __future__ import annotations
@@ -46,14 +47,26 @@ def _short(prompt: Any) -> Any:
     return prompt
 
 
+def _whole(value: Any) -> Any:
+    """``value`` with whole floats written as integers."""
+    if isinstance(value, dict):
+        return {name: _whole(one) for name, one in value.items()}
+    if isinstance(value, list):
+        return [_whole(one) for one in value]
+    return int(value) if isinstance(value, float) and abs(value) < 2**53 and value.is_integer() else value
+
+
 def reconcile(body: dict[str, Any]) -> dict[str, Any]:
     """``body`` with no two of its fields against each other, and short answers."""
-    body = dict(body)
+    body = _whole(body)
+    if ("text" in body or "input_ids" in body) and body.get("sampling_params") is None:
+        body["sampling_params"] = {}
     sampling = body.get("sampling_params")
     parts = [body]
     if isinstance(sampling, dict):
-        body["sampling_params"] = dict(sampling)
-        parts.append(body["sampling_params"])
+        if sampling.get("max_new_tokens") is None:
+            sampling["max_new_tokens"] = 4
+        parts.append(sampling)
     for part in parts:
         for name in ("max_tokens", "max_completion_tokens", "max_new_tokens"):
             _cap(part, name, 1, 8, CONTEXT - 1)
