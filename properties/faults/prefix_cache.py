@@ -278,7 +278,7 @@ FAULTS = in_area(
         "the last block that was hit is computed again, by everybody who holds it",
         ("audit", "decisions", "ledger"),
         line(SCHEDULER, "_seat", "request.computed = len(hits)", "request.computed = max(0, len(hits) - 1)"),
-        rules=("11.8",),
+        rules=("11.6",),
         needs="prefix hit",
     ),
 )

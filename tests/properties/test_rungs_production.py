@@ -30,6 +30,7 @@ ELSEWHERE = {
         "kv.kv_bytes_per_block",
         "kv.KVPool.nbytes",
         "arena.Arena.nbytes",
+        "graphs.TapeGraphs.nbytes",
         "linear.can_pack",
         "linear.pack",
         "linear.plain_product",
@@ -47,13 +48,19 @@ ELSEWHERE = {
         "graphs.CudaGraphs.__contains__",
     ),
     "bodies of protocols": (
+        "graphs.Graphs.nbytes",
         "graphs.Graphs.record",
         "graphs.Graphs.replay",
         "graphs.Graphs.__contains__",
+        "sampler.Draw.__call__",
         "row_state.RowOwner.vacate",
         "row_state.RowOwner.move",
         "row_state.RowOwner.seat",
         "attention.Take.__call__",
+    ),
+    "only where kernels draw, on the rung native": (
+        "sampler.Sampler._draw_rows",
+        "sampler.Sampler._state",
     ),
     "no workload asks for logprobs; tests/sampling and tests/conformance do": (
         "sampler.report",

@@ -1,4 +1,4 @@
-"""The server's own log format in every test: the library's default shows local variables in tracebacks, and is slow."""
+"""The server's own log format in every test, whatever the one before set: the library's default shows local variables, and is slow."""
 
 from __future__ import annotations
 
@@ -7,6 +7,6 @@ import pytest
 from server import logs
 
 
-@pytest.fixture(autouse=True, scope="session")
+@pytest.fixture(autouse=True)
 def _logs() -> None:
     logs.configure("info", "text")
