@@ -1,4 +1,4 @@
-"""The server's own log format in every test, whatever the one before set: the library's default shows local variables, and is slow."""
+"""The server's own log format, set anew for each test: the library's default shows local variables in tracebacks, and is slow."""
 
 from __future__ import annotations
 
