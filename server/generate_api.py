@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from functools import partial
+from typing import Any
 
 from fastapi import APIRouter, Request
 from fastapi.responses import Response
@@ -15,7 +16,7 @@ from server.errors import ApiError
 from server.generate_shape import GenerateShape
 from server.logprobs import Namer
 from server.params import of_generate
-from server.prompts import read_prompts
+from server.prompts import Prompt, Reading, read_prompts
 from server.schemas import GenerateBody
 from server.strict_json import JsonRoute
 
@@ -37,7 +38,7 @@ async def generate(body: GenerateBody, request: Request) -> Response:
     async def work(send: Send) -> None:
         engine = context.bridge.engine
         reading = context.reading(True, body.parse_special is not False)
-        prompts = await context.desk.run(read_prompts, given, field, reading, size=request.state.body_bytes)
+        prompts = await context.desk.run(_read, given, field, reading, size=request.state.body_bytes)
         batch = isinstance(given, list) and type(given[0]) is not int
         shape = partial(
             GenerateShape,
@@ -61,6 +62,17 @@ async def generate(body: GenerateBody, request: Request) -> Response:
         )
 
     return Answer(work)
+
+
+def _read(given: Any, field: str, reading: Reading) -> list[Prompt]:
+    """``text`` holds text alone, ``input_ids`` token ids alone. Runs on a worker thread."""
+    prompts = read_prompts(given, field, reading)
+    for index, prompt in enumerate(prompts):
+        if (prompt.text is not None) != (field == "text"):
+            kinds = ("text", "token ids") if field == "text" else ("token ids", "text")
+            where = field if len(prompts) == 1 else f"{field}[{index}]"
+            raise ApiError(400, f"{where} must be {kinds[0]}, but is {kinds[1]}", code="invalid_value", param=where)
+    return prompts
 
 
 def _judge(context: Context, body: GenerateBody) -> None:
