@@ -174,7 +174,9 @@ def test_hunt_finds_shrinks_and_saves(capsys: pytest.CaptureFixture[str], tmp_pa
 
 
 def test_hunt_without_a_fault_holds() -> None:
-    hunted = hunt(0.15, seed=7)  # mostly for the processes to start: how many workloads then run is the machine's business
+    hunted = hunt(
+        0.15, seed=7
+    )  # mostly for the processes to start: how many workloads then run is the machine's business
     assert hunted.finds == []
     assert hunted.workloads > 0
     assert hunted.iterations > hunted.workloads
