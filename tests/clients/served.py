@@ -48,6 +48,7 @@ class Served:
     engine: Engine
     bridge: Bridge
     calls: list[Call] = attrs.field(factory=list)
+    begun: list[str] = attrs.field(factory=list)  # paths, in order; as many as ``calls`` when no exchange is open
 
     @property
     def port(self) -> int:
@@ -57,6 +58,7 @@ class Served:
     def counted(self) -> Iterator[Counter[tuple[str, int]]]:
         """The calls made within, by path and status; filled in when the block ends."""
         tally: Counter[tuple[str, int]] = Counter()
+        self.wait_idle()  # a client has its answer a moment before the exchange is over and counted
         before = len(self.calls)
         yield tally
         self.wait_idle()
@@ -65,11 +67,14 @@ class Served:
     def wait_idle(self, seconds: float = 30) -> None:
         """Nobody is being answered, and no block or row belongs to anybody."""
         deadline = time.monotonic() + seconds
-        while (self.bridge.num_open or self.engine.has_work) and time.monotonic() < deadline:
+        while self._busy() and time.monotonic() < deadline:
             time.sleep(0.002)
         assert not self.engine.has_work
         assert self.engine.audit() == []
         assert not any(self.engine.ledger().references)
+
+    def _busy(self) -> bool:
+        return bool(self.bridge.num_open or self.engine.has_work or len(self.begun) > len(self.calls))
 
 
 def tiny_engine(context: int = 512, **config: Any) -> Engine:
@@ -90,7 +95,7 @@ def serve(
     app = create_app(engine, settings or ServerSettings(served_model_name=(MODEL,), log_level="error"))
     sock = bind("127.0.0.1", 0)
     served = Served(f"http://127.0.0.1:{sock.getsockname()[1]}", engine, app.state.context.bridge)
-    door = _counting(between(app), served.calls)
+    door = _counting(between(app), served)
     server = uvicorn.Server(uvicorn.Config(door, log_config=None, access_log=False, lifespan="on"))
     thread = threading.Thread(target=lambda: asyncio.run(server.serve([sock])))
     thread.start()
@@ -106,7 +111,7 @@ def serve(
     assert not thread.is_alive()
 
 
-def _counting(app: ASGIApp, calls: list[Call]) -> ASGIApp:
+def _counting(app: ASGIApp, served: Served) -> ASGIApp:
     async def counted(scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
             await app(scope, receive, send)
@@ -120,10 +125,11 @@ def _counting(app: ASGIApp, calls: list[Call]) -> ASGIApp:
             await send(message)
 
         headers = dict(scope["headers"])
+        served.begun.append(scope["path"])
         try:
             await app(scope, receive, noted)
         finally:
             agent = headers.get(b"user-agent", b"").decode("latin-1")
-            calls.append(Call(scope["method"], scope["path"], status, agent))
+            served.calls.append(Call(scope["method"], scope["path"], status, agent))
 
     return counted
