@@ -134,17 +134,22 @@ def _save(options: Options, number: int, result: Scope) -> tuple[Path, str]:
 def _faults(options: Options, boxes: tuple[str, ...], jobs: int) -> int:
     """What survives is no failure: a box says what it is, and some faults need more than it holds."""
     chosen = [fault.id for fault in CATALOGUE.values() if fault.rung == "ledger"]
-    found = kills(chosen, boxes, options.workloads, jobs, _progress)
-    survivors = [kill for kill in found if kill.check is None]
+    found = []
+    for done, kill in enumerate(kills(chosen, boxes, options.workloads, jobs)):
+        found.append(kill)
+        if not options.json:
+            print(_line(kill), flush=True)
+        _progress(done, len(chosen), f"faults, last {kill.fault}")
+    found.sort(key=lambda kill: kill.fault)
+    survivors = [kill.fault for kill in found if kill.check is None]
     if options.json:
         payload = {"boxes": boxes, "kills": [attrs.asdict(kill) for kill in found], "survived": len(survivors)}
         print(json.dumps(payload, indent=1))
         return HOLDS
-    for kill in found:
-        print(_line(kill))
-    print(
-        f"{len(found) - len(survivors)} of {len(found)} faults of the ledger rung are killed by {', '.join(boxes)} alone"
-    )
+    killed = len(found) - len(survivors)
+    print(f"{killed} of {len(found)} faults of the ledger rung are killed by {', '.join(boxes)} alone")
+    if survivors:
+        print(f"not within {options.workloads} workloads: {' '.join(survivors)}")
     return HOLDS
 
 

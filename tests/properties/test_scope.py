@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from collections import Counter
 from dataclasses import replace
-from itertools import product
+from itertools import islice, product
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +16,7 @@ from engine.trace import Abort, Shape, Submit, Workload, load
 from properties import scope_command
 from properties.__main__ import main
 from properties.boxes import BOXES, Box, Odometer
+from properties.faults import CATALOGUE
 from properties.lockstep import run
 from properties.scope import CROWDED, MUST, Scope, demand, first_kill, in_order, notable, one_shape, trace
 
@@ -133,3 +134,25 @@ def test_the_box_alone_kills(fault: str, most: int) -> None:
 
 def test_a_fault_out_of_reach_survives() -> None:
     assert first_kill("D04", ["small"], 30).check is None, "no workload of the box has a stop string"
+
+
+def test_the_boxes_take_turns() -> None:
+    """Else a bound on the workloads would leave whole boxes out, and with them every fault that only they reach."""
+    first = list(islice(in_order([BOXES["arrivals"], BOXES["trouble"]]), 4))
+    assert [first[0], first[2]] == list(islice(in_order([BOXES["arrivals"]]), 2))
+    assert [first[1], first[3]] == list(islice(in_order([BOXES["trouble"]]), 2))
+
+
+def test_the_command_tells_each_fault_as_it_comes(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    some = {name: fault for name, fault in CATALOGUE.items() if name in {"A01", "D04", "P01"}}
+    monkeypatch.setattr(scope_command, "CATALOGUE", some)
+    command = ["scope", "--faults", "--box", "small", "--workloads", "2", "--jobs", "1"]
+    assert main(command) == 0
+    told = capsys.readouterr().out
+    assert "A01   killed by ledger at workload 1 " in told
+    assert "of 3 faults of the ledger rung are killed by small alone" in told
+    assert "not within 2 workloads: D04" in told
+    assert main([*command, "--json"]) == 0
+    assert [kill["fault"] for kill in json.loads(capsys.readouterr().out)["kills"]] == ["A01", "D04", "P01"]
