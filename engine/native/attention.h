@@ -43,10 +43,15 @@ INLINE int64_t attention_units(const Attention& a) {
     return (a.tokens + per - 1) / per * a.kv_heads * (a.partials == nullptr ? 1 : a.segments);
 }
 
-// Keys and values that are read, times what each takes part in; says whether waking threads is worth it.
+// Keys and values that are read, times what each takes part in; says whether waking threads is worth it. Beyond ENOUGH it
+// is, and whatever a position holds, nothing overflows.
 INLINE int64_t attention_work(const Attention& a) {
+    constexpr int64_t ENOUGH = 1 << 14;
     int64_t positions = 0;
-    for (int64_t t = 0; t < a.tokens; ++t) positions += a.positions[t] < 0 ? 0 : a.positions[t] + 1;
+    for (int64_t t = 0; t < a.tokens; ++t) {
+        const int64_t p = a.positions[t];
+        positions += p < 0 ? 0 : p < ENOUGH ? p + 1 : ENOUGH;
+    }
     return positions * a.heads * a.dim;
 }
 
@@ -374,6 +379,13 @@ INLINE bool reads_pool(const Attention& a, const int64_t* table, int64_t positio
     return true;
 }
 
+// Between the first and the last, which ``attend`` looks at, lie all the others of a unit.
+INLINE bool ascending(const int64_t* positions, int64_t count) {
+    for (int64_t t = 1; t < count; ++t)
+        if (positions[t - 1] > positions[t]) return false;
+    return true;
+}
+
 INLINE int64_t first_tile(const Attention& a, int64_t position) {
     return a.window && position >= a.window ? (position - a.window + 1) / TILE : 0;
 }
@@ -407,7 +419,7 @@ void attend(const Attention& a, int64_t unit, Scratch& scratch) {
     u.sum = take(rows), u.peak = take(rows);
     const int64_t* table = a.tables + u.first * a.table_stride;
     const int64_t last = a.positions[u.first + u.tokens - 1], first = a.positions[u.first];
-    const bool good = first >= 0 && first <= last && reads_pool(a, table, last);
+    const bool good = first >= 0 && ascending(a.positions + u.first, u.tokens) && reads_pool(a, table, last);
     for (int64_t r = 0; r < u.rows; ++r) {
         const float* q = a.q + (u.first + r / u.group) * a.ldq + (head * u.group + r % u.group) * dim;
         for (int64_t d = 0; d < dim; ++d) u.q[r * dim + d] = q[d] * float(a.scale);

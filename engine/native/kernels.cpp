@@ -212,7 +212,8 @@ void rotate(const void* job, int64_t token, Scratch& scratch) {
     float* turned = head + a.dim;
     float* qkv = a.qkv + token * a.ld;
     int64_t position = a.positions[token], slot = a.slots[token];
-    if (position < 0 || position >= a.length || slot < 0 || slot + (a.kv_heads - 1) * a.block_size >= a.value_offset) {
+    const int64_t slots = a.value_offset - (a.kv_heads - 1) * a.block_size;  // a sum with ``slot`` could overflow
+    if (position < 0 || position >= a.length || slot < 0 || slot >= slots) {
         for (int64_t i = 0; i < a.heads * a.dim; ++i) qkv[i] = NAN;  // out of the pool: nothing is written, and it shows
         return;
     }

@@ -1,8 +1,13 @@
-"""What may be passed to a native kernel. Every shape, type and stride is checked here, before an address leaves Python.
+"""What may be passed to a native kernel. Every shape, type, device and stride is checked before an address leaves Python.
 
 A call becomes a record of 32 eight-byte words: the kernel's number and its arguments in the order of the C struct. Run at
-once or appended to a tape, it is the same record. Values behind addresses (token ids, positions, block tables) are live,
-so they cannot be checked here; the kernels check them where they lead to memory.
+once or appended to a tape, it is the same record. Values behind addresses are live, so they are checked not here but by
+the kernels, whenever they run: token ids, chosen rows, positions, slots and block tables. Where one leads out of its table
+or of the pool, or positions descend that share a unit of ``attend``, the rows of that call or unit become NaN, and nothing is
+read or written through it. ``draw`` stays inside of its logits whatever wishes and peaks hold.
+
+Trusted, not checked: that memory stays alive and as large as it was, that outputs overlap no input but where a kernel says
+so, that nobody changes values while a call runs, and that ``weights`` of ``draw`` hold what they should.
 """
 
 from __future__ import annotations
@@ -209,7 +214,8 @@ def _attend(
     """out [n, heads * dim] = attention of the queries, the first columns of ``q`` [n, >= heads * dim].
 
     ``tables`` int64 [n, width]: one row for each query; or [1, width]: queries of one request at ascending positions.
-    ``split``: scratch [n, heads, tiles, 2 + dim rounded up to 16] and into how many units the tiles of a row are spread.
+    ``split``: scratch [n, heads, tiles, 2 + dim rounded up to 16] and into how many units the tiles of a row are spread;
+    more units than tiles would have nothing to do, so there are at most as many.
     """
     count = _vector("positions", positions, torch.int64)
     _matrix("q", q, (count, None))
@@ -340,7 +346,7 @@ def _split(
         raise BadCall(f"split is {_told(partials)}, but must be contiguous float32 of shape {shape}")
     if partials.device.type != "cpu":
         raise BadCall(f"split is {_told(partials)}, but must be on the CPU")
-    return partials, segments, tiles
+    return partials, min(segments, tiles), tiles
 
 
 # Checks ------------------------------------------------------------------------------------------------------------

@@ -25,6 +25,8 @@ _NUMBERS = {kind: number for number, kind in enumerate(TYPES)} | {
 _GROUP = 32  # values that share scales, in the types whose name begins with Q
 _ROW_BYTES = {"F32": (1, 4), "BF16": (1, 2), "F16": (1, 2), "Q8_0": (32, 34), "Q4_0": (32, 18), "Q4_1": (32, 20)}
 _ROW_BYTES |= {INTEGER[kind]: _ROW_BYTES[kind] for kind in INTEGER}
+_PANEL = 16  # rows that are packed together, in as many bytes as the file needs for them
+_MAX_SIZE = 2**31
 ALIGNMENT = 64
 WORDS = 32
 RECORD = WORDS * 8  # bytes of a call: the kernel's number, then its arguments
@@ -32,12 +34,32 @@ RECORD = WORDS * 8  # bytes of a call: the kernel's number, then its arguments
 
 @attrs.frozen(eq=False)
 class Packed:
-    """A weight [n, k] in panels of 16 outputs (product.h), still in the type that it came in. ``data``: uint8, aligned."""
+    """A weight [n, k] in panels of 16 outputs (product.h), still in the type that it came in.
+
+    ``data``: a vector of uint8 at a multiple of ALIGNMENT, of just the bytes that type and sizes need. Raises ``ValueError``
+    for any other, and for sizes out of range: a kernel trusts all of it.
+    """
 
     type: str
     n: int
     k: int
     data: Tensor
+
+    def __attrs_post_init__(self) -> None:
+        told, data = f"a packed weight {self.type!r} of {self.n} rows of {self.k}", self.data
+        if not all(type(size) is int and 1 <= size < _MAX_SIZE for size in (self.n, self.k)):
+            raise ValueError(f"{told}: both must be whole numbers in 1..{_MAX_SIZE - 1}")
+        if not can_pack(self.type, self.k):
+            raise ValueError(f"{told}: types are {', '.join(_NUMBERS)}; k of a Q type is a multiple of {_GROUP}")
+        if data.dtype != torch.uint8 or data.dim() != 1 or data.device.type != "cpu" or not data.is_contiguous():
+            raise ValueError(
+                f"{told}: data is {data.dtype} {tuple(data.shape)} with strides {data.stride()} on {data.device.type}, "
+                "but must be a contiguous vector of uint8 on the CPU"
+            )
+        if data.nbytes != (wanted := packed_bytes(self.type, self.n, self.k)):
+            raise ValueError(f"{told}: data has {data.nbytes} bytes, but must have {wanted}")
+        if data.data_ptr() % ALIGNMENT:
+            raise ValueError(f"{told}: data is at {data.data_ptr()}, but must be at a multiple of {ALIGNMENT}")
 
     @property
     def nbytes(self) -> int:
@@ -47,6 +69,12 @@ class Packed:
 def can_pack(kind: str, k: int) -> bool:
     """Whether rows of ``k`` numbers of this type can be packed as they are."""
     return kind in _NUMBERS and (not kind.startswith("Q") or k % _GROUP == 0)
+
+
+def packed_bytes(kind: str, n: int, k: int) -> int:
+    """Size of a packed weight of one of TYPES, or of INTEGER's; ``Library.packed_bytes`` says what the kernels take it for."""
+    per, size = _ROW_BYTES[kind]
+    return -(-n // _PANEL) * _PANEL * (k // per * size)
 
 
 class Library:

@@ -14,8 +14,9 @@ import hashlib
 import json
 import mmap
 import os
+import stat
 import struct
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, BinaryIO
 
@@ -23,7 +24,7 @@ import attrs
 import torch
 from torch import Tensor
 
-from engine.native.library import ALIGNMENT, Library, Packed, can_pack
+from engine.native.library import ALIGNMENT, TYPES, Library, Packed, can_pack, packed_bytes
 from engine.native.tensors import JOINED, Linear, joined
 
 VERSION = 1
@@ -83,18 +84,13 @@ class Writer:
 class FileTensors:
     """The tensors of one file, as ``Tensors``. They stay mapped for as long as one of them is held."""
 
-    def __init__(self, path: Path, key: str, library: Library) -> None:
-        """Checks all of it. Raises ``Damaged`` or ``OSError``."""
-        with path.open("rb") as file:
-            size = os.fstat(file.fileno()).st_size
-            if size < ALIGNMENT:
-                raise Damaged(f"has {size} bytes")
-            # Copy on write, since torch has no read-only memory; nothing writes, so pages stay shared with the cache.
-            self._memory = torch.frombuffer(mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_COPY), dtype=torch.uint8)
-        self._library = library
-        self._entries = dict(_index(self._memory, size, key))
+    def __init__(self, path: Path, key: str, library: Library, shapes: Mapping[str, Sequence[int]]) -> None:
+        """Checks all of it; ``shapes`` are those of the model's tensors. Raises ``Damaged`` or ``OSError``."""
+        self._library, self._shapes = library, shapes
+        self._memory = _mapped(path)
+        self._entries = dict(_index(self._memory, self._memory.nbytes, key))
         for name, entry in self._entries.items():
-            self._check(name, entry, size)
+            self._check(name, entry, self._memory.nbytes)
 
     def __len__(self) -> int:
         return len(self._entries)
@@ -104,8 +100,10 @@ class FileTensors:
         return self._bytes(entry).view(torch.float32)
 
     def packed(self, name: str) -> Packed:
-        entry = self._find(name)
-        return Packed(entry.type, entry.n, entry.k, self._bytes(entry))
+        found = self._packed(name)
+        if found.type not in TYPES:
+            raise Damaged(f"{name} is of type {found.type}")
+        return found
 
     def linear(self, *names: str) -> Linear:
         return joined(self._parts(list(names)))
@@ -119,10 +117,14 @@ class FileTensors:
                 raise Damaged(f"{rest[0]}.weight is not in it")
             name = JOINED.join(rest[:end])
             yield (
-                self.packed(f"{name}.weight"),
+                self._packed(f"{name}.weight"),
                 self.vector(f"{name}.bias") if f"{name}.bias" in self._entries else None,
             )
             rest = rest[end:]
+
+    def _packed(self, name: str) -> Packed:
+        entry = self._find(name)
+        return Packed(entry.type, entry.n, entry.k, self._bytes(entry))
 
     def _find(self, name: str, kind: str | None = None) -> _Entry:
         entry = self._entries.get(name)
@@ -134,6 +136,8 @@ class FileTensors:
         return self._memory[entry.at : entry.at + entry.bytes]
 
     def _check(self, name: str, entry: _Entry, size: int) -> None:
+        if (entry.n, entry.k) != self._size(name):
+            raise Damaged(f"{name} has {entry.n} rows of {entry.k}, unlike the model's")
         inside = ALIGNMENT <= entry.at <= size - entry.bytes and entry.at % ALIGNMENT == 0
         if not inside or entry.bytes != self._wanted(entry):
             raise Damaged(f"{name} has {entry.bytes} bytes at {entry.at} of {size}")
@@ -143,7 +147,30 @@ class FileTensors:
     def _wanted(self, entry: _Entry) -> int:
         if entry.type == _VECTOR:
             return 4 * entry.n
-        return self._library.packed_bytes(entry.type, entry.n, entry.k) if can_pack(entry.type, entry.k) else -1
+        return packed_bytes(entry.type, entry.n, entry.k) if can_pack(entry.type, entry.k) else -1
+
+    def _size(self, name: str) -> tuple[int, int] | None:
+        """Rows, all parts together, and numbers in each; ``None`` for what is no tensor of the model."""
+        parts, _, kind = name.rpartition(".")
+        shapes = [tuple(self._shapes.get(f"{part}.{kind}", ())) for part in parts.split(JOINED)]
+        widths = {shape[1:] for shape in shapes}
+        if not all(shapes) or len(widths) != 1:
+            return None
+        return sum(shape[0] for shape in shapes), next(iter(widths.pop()), 1)
+
+
+def _mapped(path: Path) -> Tensor:
+    """The file as uint8. Raises ``Damaged`` or ``OSError``."""
+    # Opened without waiting for the other end, which a pipe in the place of the file would have.
+    with open(path, "rb", opener=lambda name, flags: os.open(name, flags | os.O_NONBLOCK)) as file:
+        status = os.fstat(file.fileno())
+        if not stat.S_ISREG(status.st_mode):
+            raise Damaged("it is no regular file")
+        if status.st_size < ALIGNMENT:
+            raise Damaged(f"has {status.st_size} bytes")
+        # A private mapping, since torch has no read-only memory. Nothing here writes, so pages are those of the file for all
+        # processes: a file rewritten in place would change live weights. Writers only ever replace it whole.
+        return torch.frombuffer(mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_COPY), dtype=torch.uint8)
 
 
 def _index(memory: Tensor, size: int, key: str) -> Iterator[tuple[str, _Entry]]:
@@ -155,8 +182,15 @@ def _index(memory: Tensor, size: int, key: str) -> Iterator[tuple[str, _Entry]]:
     index = memory[at:].numpy().tobytes()
     if hashlib.sha256(index).digest() != digest:
         raise Damaged("the digest of the index is wrong")
-    found: dict[str, Any] = json.loads(index)
-    if found["key"] != key:
+    try:
+        found: Any = json.loads(index)
+    except (ValueError, RecursionError) as error:
+        raise Damaged(f"the index is no JSON: {error}") from None
+    if not isinstance(found, dict) or not isinstance(found.get("tensors"), dict):
+        raise Damaged("the index names no tensors")
+    if found.get("key") != key:
         raise Damaged("it was made for another key")
     for name, fields in found["tensors"].items():
+        if not isinstance(fields, list) or [type(field) for field in fields] != [str, *[int] * 5]:
+            raise Damaged(f"the index says of {name!r:.80}: {fields!r:.80}")
         yield name, _Entry(*fields)

@@ -259,7 +259,8 @@ inline Cut nucleus(const Row& row, const Cut& cut, double top_p, float* room, in
             if (cut.keeps(row.logits[i], i)) total += weights[count++] = weigh(row, row.logits[i]);
     }
     int64_t bound = int64_t(std::ceil(top_p * double(total)));
-    if (bound > total || count == 0) return cut;  // rounding at a top_p next to one: nobody is cut; or peaks of other logits
+    // Rounding at a top_p next to one: nobody is cut. Or peaks of other logits, which leave no candidate or no mass.
+    if (bound < 1 || bound > total || count == 0) return cut;
     int64_t* end = std::remove_if(weights, weights + count, [=](int64_t w) { return w < (total - bound) / count; });
     return first(row, before_bound(weights, end, bound), cut.low, room);
 }
@@ -323,7 +324,7 @@ inline int64_t race(const Row& row, const Cut& cut, uint64_t key) {
 inline int64_t choose(const Row& row, const Wish& wish, float* room, int64_t* weights) {
     Cut cut{-INFINITY, row.vocab - 1, -INFINITY};
     if (wish.top_k > 0 && wish.top_k < row.vocab) cut = first(row, wish.top_k, cut.low, room);
-    if (wish.top_p < 1.0) cut = nucleus(row, cut, wish.top_p, room, weights);
+    if (wish.top_p > 0.0 && wish.top_p < 1.0) cut = nucleus(row, cut, wish.top_p, room, weights);
     if (wish.min_p > 0.0) cut.low = row.peak + row.temperature * std::log(wish.min_p);
     return race(row, cut, stream_key(wish.seed, wish.position));
 }

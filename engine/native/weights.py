@@ -84,9 +84,10 @@ def load_native(
     pack = partial(SourceTensors, model.config, model.source, library, integer=integer)
     key = None if cache is None else cache.key(model.source, "integer" if integer else "")
     if cache is not None and key is not None:
-        found = cache.open(key, library)
+        shapes = model.config.tensors()
+        found = cache.open(key, library, shapes)
         if found is None and _fill(cache, key, model.config, library, pack, progress):
-            found = cache.open(key, library)
+            found = cache.open(key, library, shapes)
         if found is not None:
             try:
                 return _weights(model.config, library, found, progress, cache.place(key))

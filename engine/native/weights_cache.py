@@ -17,7 +17,7 @@ import sys
 import tempfile
 import time
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import BinaryIO, Protocol, cast, runtime_checkable
 
@@ -70,13 +70,14 @@ class WeightsCache:
     def place(self, key: str) -> Path:
         return self.folder / f"{key}.packed"
 
-    def open(self, key: str, library: Library) -> FileTensors | None:
-        """What was kept under ``key``; ``None`` if there is nothing, or nothing that can be trusted."""
+    def open(self, key: str, library: Library, shapes: Mapping[str, Sequence[int]]) -> FileTensors | None:
+        """What was kept under ``key`` of a model with tensors of these shapes; ``None`` if there is nothing, or nothing that
+        can be trusted."""
         place = self.place(key)
         try:
             if foreign(self.folder) or foreign(place):
                 return None
-            found = FileTensors(place, key, library)
+            found = FileTensors(place, key, library, shapes)
             os.utime(place)  # used: see _sweep
         except (FileNotFoundError, NotADirectoryError):
             return None

@@ -154,3 +154,17 @@ def test_table_that_leads_out_of_the_pool_reads_nothing() -> None:
     assert good.isfinite().all()
     assert scene.decode([64 * 16]).isnan().all()
     assert scene.decode([-1]).isnan().all()
+
+
+@pytest.mark.parametrize("positions", [[0, 19, 1], [0, 2**62, 1], [0, -1, 1], [3, 2, 4]])
+def test_positions_of_one_table_that_descend_read_nothing(positions: list[int]) -> None:
+    scene = Scene("grouped")
+    for threads in (1, 2):
+        out = scene._attend(torch.tensor(positions), torch.tensor([scene.table[:1]]), threads)
+        assert out.isnan().all()
+
+
+@pytest.mark.parametrize("segments", [17, 10**6, 2**31 - 1])
+def test_more_segments_than_tiles_are_as_many_as_tiles(segments: int) -> None:
+    scene = Scene("grouped")
+    assert same_bytes(scene.decode([149, 70], segments=segments), scene.decode([149, 70]))

@@ -83,7 +83,7 @@ def test_portable_path(tmp_path: Path) -> None:
         assert same_bytes(found[0][:1], found[1])
     for dtype in (torch.float32, torch.bfloat16):
         for mine, other in zip(attended(portable, dtype, 40), attended(library(), dtype, 40), strict=True):
-            torch.testing.assert_close(mine, other, rtol=1e-4, atol=1e-4)
+            torch.testing.assert_close(mine, other, rtol=1e-4, atol=1e-4, equal_nan=True)  # what no token wrote
 
 
 def run_under_sanitizers(shared_object: Path, *tests: str) -> subprocess.CompletedProcess[str]:

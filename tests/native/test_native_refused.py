@@ -10,7 +10,7 @@ import torch
 
 from engine.compute.sampling_choice import WEIGHTS
 from engine.native.kernels import BadCall, HeadLayout, Kernel, Kernels
-from engine.native.library import RECORD, Packed, Pool, Records
+from engine.native.library import INTEGER, RECORD, TYPES, Packed, Pool, Records, aligned, packed_bytes
 from engine.native.runner import library
 from tests.native.kit import kernels, weight
 
@@ -164,6 +164,37 @@ def test_bad_layouts(values: tuple[int, ...]) -> None:
 def test_bad_weights(kind: str, rows: torch.Tensor, k: int) -> None:
     with pytest.raises(ValueError, match=r"rows"):
         library().pack(kind, rows, k)
+
+
+@pytest.mark.parametrize(
+    ("kind", "n", "k", "data", "message"),
+    [
+        ("F32", 100_000, 1024, aligned(64), "has 64 bytes"),
+        ("F32", 20, 32, aligned(4097), "has 4097 bytes"),
+        ("F32", 16, 2, aligned(192)[4:132], "multiple of 64"),
+        ("F32", 16, 2, aligned(128).view(torch.int8), "int8"),
+        ("F32", 16, 2, aligned(256)[::2], "contiguous"),
+        ("F32", 16, 2, aligned(128).to("meta"), "meta"),
+        ("F32", 16, 2, aligned(128).view(16, 8), "vector of uint8"),
+        ("F32", 0, 2, aligned(0), "0 rows of 2: both must be"),
+        ("F32", 16, -2, aligned(0), "16 rows of -2: both must be"),
+        ("F32", 2**40, 2, aligned(64), "both must be"),
+        ("F32", 16.0, 2, aligned(128), "both must be"),
+        ("Q4_0", 16, 31, aligned(0), "rows of 31: types are"),
+        ("Q4_0 x int8", 16, 33, aligned(288), "rows of 33: types are"),
+        ("F64", 16, 2, aligned(256), "'F64' of 16 rows of 2: types are"),
+    ],
+)
+def test_bad_packed_weights(kind: str, n: Any, k: int, data: torch.Tensor, message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        Packed(kind, n, k, data)
+
+
+@pytest.mark.parametrize("kind", [*TYPES, *INTEGER.values()])
+def test_python_and_kernels_agree_on_sizes(kind: str) -> None:
+    for n, k in ((1, 32), (16, 64), (17, 32), (100, 992)):
+        assert packed_bytes(kind, n, k) == library().packed_bytes(kind, n, k) > 0
+        assert Packed(kind, n, k, aligned(packed_bytes(kind, n, k))).n == n
 
 
 @pytest.mark.parametrize("threads", [0, -1, 1025])

@@ -114,3 +114,16 @@ def test_slot_outside_the_pool_writes_nothing() -> None:
         kernels().rotate(layout, qkv, (torch.tensor([position]), torch.tensor([slot])), tables, None, cache)
         assert qkv[0, :16].isnan().all()
     assert (cache == 7).all()
+
+
+def test_slot_whose_last_head_would_overflow_writes_nothing() -> None:
+    layout, tables = HeadLayout(2, 2, 8, 4, 3), rope_tables(synthetic_config(head_dim=8), 16)
+    cache = torch.full((2, 3, 2, 4, 8), 7.0)
+    for slot in (2**63 - 1, 2**63 - 5, 20):  # of 24 cells the last four of a block belong to its second head
+        qkv = numbers(1, 1, layout.width)
+        kernels().rotate(layout, qkv, (torch.tensor([0]), torch.tensor([slot])), tables, None, cache)
+        assert qkv[0, :16].isnan().all()
+    assert (cache == 7).all()
+    qkv = numbers(1, 1, layout.width)
+    kernels().rotate(layout, qkv, (torch.tensor([0]), torch.tensor([19])), tables, None, cache)  # the last slot
+    assert qkv.isfinite().all()

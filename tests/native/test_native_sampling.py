@@ -260,6 +260,21 @@ def test_peaks_below_their_logits_lead_nowhere() -> None:
                 assert all(0 <= one.token < 300 for one in sampled(draw, logits, seats, [1] * 4))
 
 
+@pytest.mark.parametrize("top_p", [0.0, -0.5, -1e300, float("-inf"), float("nan"), 5e-324])
+def test_wishes_that_make_no_sense_lead_nowhere(top_p: float) -> None:
+    """No request can hold them; were they to arrive all the same, an id is drawn and no memory beside is read."""
+    logits = numbers(3, 1, 300)
+    for temperature, min_p, top_k in (
+        (1.0, 0.0, -1),
+        (float("inf"), -1.0, -(2**63)),
+        (5e-324, float("nan"), 2**63 - 1),
+    ):
+        wish = struct.pack("<Qdddq", 7, temperature, top_p, min_p, top_k)
+        for position in (-(2**63), 2**63 - 1):
+            (token,) = draw_of(300)(logits, [wish], [position])
+            assert 0 <= token < 300
+
+
 def test_a_call_is_held_from_step_to_step() -> None:
     """Calls over the head's own logits are kept: neither they nor what they point to is given back between two steps."""
     logits = numbers(3, 2, 300)

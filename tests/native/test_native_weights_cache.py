@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import hashlib
 import os
+import re
+import struct
 import subprocess
 import sys
 import time
 import warnings
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
@@ -156,19 +159,116 @@ def test_a_damaged_file_is_made_anew(damage: str, model: LoadedModel, cache: Wei
     assert logits(loaded) == wanted
 
 
+def _indexed(whole: bytes, change: Callable[[bytes], bytes]) -> bytes:
+    """The file with another index, whose digest is right all the same."""
+    at, size = struct.unpack_from("<QQ", whole, 16)
+    index = change(whole[at : at + size])
+    sizes = struct.pack("<QQ", at, len(index)) + hashlib.sha256(index).digest()
+    return whole[:16] + sizes + whole[16 + len(sizes) : at] + index
+
+
+INDEXES: list[tuple[bytes, str]] = [
+    (b"", "the index is no JSON"),
+    (b"{", "the index is no JSON"),
+    (b"\xff", "the index is no JSON"),
+    (b"[" * 10**5, "the index is no JSON"),
+    (b'{"key":%s}' % (b"9" * 5000), "the index is no JSON"),
+    (b"[]", "names no tensors"),
+    (b"{}", "names no tensors"),
+    (b'{"key":"KEY"}', "names no tensors"),
+    (b'{"key":"KEY","tensors":[]}', "names no tensors"),
+    (b'{"key":7,"tensors":{}}', "another key"),
+    (b'{"key":"KEY","tensors":{"a":7}}', "says of 'a': 7"),
+    (b'{"key":"KEY","tensors":{"a":["F32",1]}}', "says of 'a'"),
+    (b'{"key":"KEY","tensors":{"a":["F32",1,1.5,64,64,0]}}', "says of 'a'"),
+    (b'{"key":"KEY","tensors":{"a":["F32",1,true,64,64,0]}}', "says of 'a'"),
+    (b'{"key":"KEY","tensors":{"a":["F32",1,1,64,64,0]}}', "a has 1 rows of 1, unlike the model's"),
+]
+# Rows, numbers in each, place and bytes of the last norm: 64 numbers of 4 bytes.
+LIES: list[tuple[tuple[int, int, int, int], str]] = [
+    ((-64, 1, 64, 256), "has -64 rows of 1, unlike"),
+    ((2**70, 1, 64, 256), f"has {2**70} rows of 1, unlike"),
+    ((64, 2, 64, 512), "has 64 rows of 2, unlike"),
+    ((64, 1, 64, 2**70), f"has {2**70} bytes at 64"),
+    ((64, 1, 64, -256), "has -256 bytes at 64"),
+    ((64, 1, -64, 256), "has 256 bytes at -64"),
+    ((64, 1, 2**70, 256), f"has 256 bytes at {2**70}"),
+    ((64, 1, 68, 256), "has 256 bytes at 68"),
+    ((64, 1, 0, 256), "has 256 bytes at 0"),
+]
+
+
+@pytest.mark.parametrize(("index", "told"), INDEXES, ids=range(len(INDEXES)))
+def test_an_index_that_makes_no_sense(index: bytes, told: str, model: LoadedModel, cache: WeightsCache) -> None:
+    load_native(model, library(), None, cache)
+    (path,) = packed(cache)
+    whole = path.read_bytes()
+    path.write_bytes(_indexed(whole, lambda old: index.replace(b"KEY", path.stem.encode())))
+    with pytest.warns(UserWarning, match="is made anew: .*" + re.escape(told)):
+        assert load_native(model, library(), None, cache).origin == path
+    assert path.read_bytes() == whole
+
+
+@pytest.mark.parametrize(("sizes", "told"), LIES)
+def test_an_index_that_lies(sizes: tuple[int, ...], told: str, model: LoadedModel, cache: WeightsCache) -> None:
+    load_native(model, library(), None, cache)
+    (path,) = packed(cache)
+    whole = path.read_bytes()
+    norm = rb'("model\.norm\.weight":\["vector"),64,1,\d+,256,'
+    assert re.search(norm, whole)
+    path.write_bytes(_indexed(whole, lambda old: re.sub(norm, rb"\1,%d,%d,%d,%d," % sizes, old)))
+    with pytest.warns(UserWarning, match="is made anew: model.norm.weight " + re.escape(told)):
+        assert load_native(model, library(), None, cache).origin == path
+    assert path.read_bytes() == whole
+
+
+def test_an_index_that_lies_about_types_is_not_used(model: LoadedModel, cache: WeightsCache) -> None:
+    """As many bytes, another order: a table of 8-bit activations, from which no row can be read."""
+    wanted = logits(load_native(model, library(), None, cache))
+    (path,) = packed(cache)
+    table = rb'("model\.embed_tokens\.weight":\["Q8_0)"'
+    path.write_bytes(_indexed(path.read_bytes(), lambda old: re.sub(table, rb'\1 x int8"', old)))
+    with pytest.warns(UserWarning, match="is not used: .*embed_tokens.weight is of type Q8_0 x int8"):
+        loaded = load_native(model, library(), None, cache)
+    assert loaded.origin is None
+    assert logits(loaded) == wanted
+
+
+def test_a_pipe_in_the_place_of_the_file_is_not_waited_for(model: LoadedModel, cache: WeightsCache) -> None:
+    key = cache.key(model.source)
+    assert key is not None
+    cache.folder.mkdir(mode=0o700)
+    os.mkfifo(cache.place(key), 0o600)
+    with pytest.warns(UserWarning, match="no regular file"):
+        loaded = load_native(model, library(), None, cache)
+    assert loaded.origin == cache.place(key)
+    assert loaded.origin.is_file()
+
+
+def test_a_folder_in_the_place_of_the_file(model: LoadedModel, cache: WeightsCache) -> None:
+    key = cache.key(model.source)
+    assert key is not None
+    cache.place(key).mkdir(mode=0o700, parents=True)
+    cache.folder.chmod(0o700)
+    with pytest.warns(UserWarning, match="packed weights are not kept"), pytest.warns(UserWarning, match="made anew"):
+        assert load_native(model, library(), None, cache).origin is None
+    assert packed(cache) == [cache.place(key)]
+
+
 def test_every_byte_of_the_tensors_counts(cache: WeightsCache, model: LoadedModel) -> None:
     load_native(model, library(), None, cache)
     (path,) = packed(cache)
     whole, key = path.read_bytes(), cache.key(model.source)
     assert key is not None
-    assert len(FileTensors(path, key, library())) > 10
+    shapes = model.config.tensors()
+    assert len(FileTensors(path, key, library(), shapes)) > 10
     with pytest.raises(Damaged, match="another key"):
-        FileTensors(path, "0" * 32, library())
+        FileTensors(path, "0" * 32, library(), shapes)
     for at in torch.linspace(64, len(whole) // 2, 40).long().tolist():
         path.write_bytes(_flipped(whole, at))
         if any(whole[at : at + 64]):  # padding between tensors is nobody's
             with pytest.raises(Damaged):
-                FileTensors(path, key, library())
+                FileTensors(path, key, library(), shapes)
 
 
 def test_checksum() -> None:
