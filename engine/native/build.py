@@ -75,12 +75,15 @@ def built(
         raise BuildError(f"the cache folder {place.parent} cannot be made: {error.strerror or error}") from None
     if why := foreign(place.parent):
         raise BuildError(f"the cache folder {place.parent} {why}, so nothing is loaded from it")
-    if place.exists() and not foreign(place):
+    if place.is_file() and not foreign(place):  # a pipe would be waited for
         return place
     _sweep(place.parent)
     if announce is not None:
         announce()
-    _compile(compiler, flags, folder, place)
+    try:
+        _compile(compiler, flags, folder, place)
+    except OSError as error:
+        raise BuildError(f"{place} cannot be written: {error.strerror or error}") from None
     return place
 
 
@@ -114,6 +117,10 @@ def _compile(compiler: str, flags: Sequence[str], folder: Path, place: Path) -> 
             lines = [line for line in errors.splitlines() if "error" in line] or errors.splitlines()
             raise BuildError(f"{compiler} failed with status {status}: {(lines or ['no message'])[0]}")
         half.chmod(0o700)
+        with half.open(
+            "rb"
+        ) as file:  # a name that outlives a power failure, without what it names, could not be loaded
+            os.fsync(file.fileno())
         half.replace(place)
     finally:
         half.unlink(missing_ok=True)

@@ -199,6 +199,31 @@ def test_cache_that_cannot_be_made(source: Path, tmp_path: Path) -> None:
         built(folder=source, cache=tmp_path / "file" / "cache")
 
 
+def test_what_is_no_file_is_built_anew_or_told(source: Path, compiler: Path, tmp_path: Path) -> None:
+    cache = tmp_path / "cache"
+    place = built(folder=source, cache=cache)
+    place.unlink()
+    os.mkfifo(place, 0o600)
+    assert built(folder=source, cache=cache) == place
+    assert place.is_file()
+    assert count(compiler) == 2
+    place.unlink()
+    place.mkdir(mode=0o700)
+    with pytest.raises(BuildError, match=r"\.so cannot be written: Is a directory"):
+        built(folder=source, cache=cache)
+    assert list(cache.iterdir()) == [place]
+
+
+def test_a_disk_that_is_full(source: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def full(descriptor: int) -> None:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(os, "fsync", full)
+    with pytest.raises(BuildError, match="cannot be written: No space left"):
+        built(folder=source, cache=tmp_path / "cache")
+    assert list((tmp_path / "cache").iterdir()) == []
+
+
 def test_cache_folder(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     assert cache_folder() == tmp_path / "lockstep" / "native"
