@@ -13,6 +13,7 @@ from typing import Any
 
 Launch = tuple[str, int, int, int] | tuple[str, str] | None
 Chunk = tuple["Request", int, int]  # request, first position, count
+NextToken = Callable[[int, int], int | None]  # 14.1
 Content = tuple[str | None, tuple[int, ...]]  # 11.2: salt, tokens from position 0 to the end of the block
 
 
@@ -38,6 +39,7 @@ class Request:
     salt: str | None = None
     takes_hits: bool = True
     stop_after: int | None = None  # generated tokens at which its text ends it (13.5)
+    text_fails: int | None = None  # generated tokens at which its text raises (13.8)
     table: list[int] = field(default_factory=list)
     row: int | None = None
     computed: int = 0
@@ -193,6 +195,7 @@ class Model:
         salt: str | None = None,
         takes_hits: bool = True,
         stop_after: tuple[int | None, ...] = (),
+        text_fails: tuple[int | None, ...] = (),
     ) -> list[int]:
         """Queue n choices of one request and return their numbers; raises Refused (1.2)."""
         if n < 1:
@@ -215,10 +218,10 @@ class Model:
         for reason, refused, detail in checks:
             if refused:
                 raise Refused(reason, detail)
-        for i, end in zip(numbers, stop_after or [None] * n, strict=True):
+        for i, *text in zip(numbers, stop_after or [None] * n, text_fails or [None] * n, strict=True):
             tokens = [*prompt]
             self._live[i] = Request(
-                i, priority, len(prompt), limit, stop_ids, min_tokens, tokens, salt, takes_hits, end
+                i, priority, len(prompt), limit, stop_ids, min_tokens, tokens, salt, takes_hits, *text
             )
         self._live = dict(sorted(self._live.items(), key=lambda item: item[1].rank))  # 2.1: a rank never changes
         return numbers
@@ -230,7 +233,7 @@ class Model:
 
     # -- the iteration -----------------------------------------------------------------------------------------------
 
-    def step(self, next_token: Callable[[int, int], int], fails: bool = False) -> dict[str, Any]:
+    def step(self, next_token: NextToken, fails: bool = False) -> dict[str, Any]:
         """Make one iteration (3.1) and return what it did; `fails` has execute raise (3.4)."""
         aborted = [r for r in self._ordered() if r.number in self._aborts]  # 4.5
         self._aborts.clear()
@@ -360,24 +363,34 @@ class Model:
         return ("replay", *fits[0], fits[0][0] - d) if fits else ("eager", "uncaptured")  # 12.3, 12.4
 
     def _commit(
-        self, plan: list[Chunk], next_token: Callable[[int, int], int]
+        self, plan: list[Chunk], next_token: NextToken
     ) -> tuple[list[tuple[int, Content]], list[tuple[int, int]]]:
-        for request, _, count in plan:
-            request.computed += count
-        published = self._publish(plan)
+        sound: list[Chunk] = []
         sampled: list[tuple[int, int]] = []
-        for r, _, _ in plan:  # 9.6
-            if r.computed < len(r.tokens):
-                continue  # 9.5
-            token = next_token(r.number, r.generated)  # 14.1
+        for r, at, count in plan:  # 9.6
+            r.computed += count
+            samples = r.computed == len(r.tokens)  # 9.5
+            token = next_token(r.number, r.generated) if samples else 0  # 14.1
+            if token is None:
+                r.finished = "error"  # 13.7
+                continue
+            sound.append((r, at, count))
+            if not samples:
+                continue
             r.tokens.append(token)
             r.decoding = True
             sampled.append((r.number, token))
-            if (token in r.stop_ids and r.generated >= r.min_tokens) or r.generated == r.stop_after:  # 13.2, 13.5
+            if token in r.stop_ids and r.generated >= r.min_tokens:  # 13.2
+                r.finished = "stop"
+            elif r.generated == r.text_fails:
+                r.finished = "error"  # 13.8
+            elif r.generated == r.stop_after:  # 13.5
                 r.finished = "stop"
             elif r.generated == r.max_tokens:  # 13.3
                 r.finished = "length"
-        return published, sampled
+        return self._publish(
+            sound
+        ), sampled  # what is full by now ends before the token appended, so the order is no matter
 
     def _publish(self, plan: list[Chunk]) -> list[tuple[int, Content]]:
         published: list[tuple[int, Content]] = []

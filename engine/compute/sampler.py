@@ -3,6 +3,9 @@
 Order for one row: the raw logits give digest and logprobs; then the min_tokens mask, logit bias, repetition penalty,
 frequency and presence penalty; then argmax when greedy, else temperature, top-k, top-p, min-p and Gumbel-max.
 
+A row that holds NaN or has no finite maximum cannot be drawn from: it gets ``NO_TOKEN`` and a sentence that says why, and the
+rows beside it their tokens (rule 13.7).
+
 Native kernels, where the network has them, draw all rows in one call (``Draw``); numpy then only changes logits before, on
 copies, and reports after. Without them the common case, every row plainly greedy, is one argmax where the logits are. All
 other rows go to the host in one copy and are worked there one by one, on as many threads as given: a row fits into the
@@ -24,14 +27,15 @@ import torch
 from engine.compute.sampling_choice import choose, first
 from engine.compute.sampling_noise import counters, stream_key
 from engine.compute.sampling_row import F32, RowState
-from engine.compute.staging import Readback
-from engine.control.plan import Logprobs, Move, Sampled, Seat
+from engine.compute.staging import Readback, finite_argmax
+from engine.control.plan import NO_TOKEN, Logprobs, Move, Sampled, Seat
 
 _WORTH_A_THREAD = 2**17  # logits; below it handing rows to threads costs more than it saves
 
 
 class Draw(Protocol):
-    """Draws a token from each row of ``logits`` [n, vocab] fp32: what ``choose`` would, or argmax where a row is greedy."""
+    """Draws a token from each row of ``logits`` [n, vocab] fp32: what ``choose`` would, or argmax where a row is greedy; and
+    ``NO_TOKEN`` as they do."""
 
     def __call__(self, logits: torch.Tensor, wishes: Sequence[bytes], positions: Sequence[int]) -> list[int]:
         """``wishes[i]`` is ``RowState.wish`` of row i, ``positions[i]`` the index that its new token will occupy."""
@@ -97,10 +101,13 @@ class Sampler:
             token = state.prompt_successor(position)
             assert token is not None
             assert top is not None
-            state.note_prompt(report(raw, token, top))
+            if np.isfinite(raw.max()):
+                state.note_prompt(report(raw, token, top))
+            else:
+                state.spoil(f"the logits of prompt position {position} {flaw(raw)}")
 
     def sample(self, logits: torch.Tensor, rows: Sequence[int], positions: Sequence[int]) -> list[Sampled]:
-        """One token per row of ``logits`` [n, vocab_size] fp32, which are not changed.
+        """One token, or why there is none, per row of ``logits`` [n, vocab_size] fp32, which are not changed.
 
         ``rows[i]`` is the cache row of ``logits[i]``, ``positions[i]`` the index that the new token will occupy. Raises
         ``ValueError`` on a wrong shape or type and ``LookupError`` on a row without a request.
@@ -119,6 +126,10 @@ class Sampler:
         special = [i for i, state in enumerate(states) if not state.plain]
         tokens, host = self._to_host(logits, special)
         sampled = [Sampled(token) for token in tokens]
+        if NO_TOKEN in tokens:
+            tell_flaws(logits, positions, sampled)
+            host = [raw for raw, i in zip(host, special, strict=True) if sampled[i].failure is None]
+            special = [i for i in special if sampled[i].failure is None]
 
         def work(k: int) -> Sampled:
             i = special[k]
@@ -143,10 +154,13 @@ class Sampler:
                 states[i].adjust(copy, positions[i])
             redrawn = draw(copies, [states[i].wish for i in adjusted], [positions[i] for i in adjusted])
             for i, token in zip(adjusted, redrawn, strict=True):
-                tokens[i] = token
+                tokens[i] = token if tokens[i] != NO_TOKEN else NO_TOKEN
         sampled = [Sampled(token) for token in tokens]
+        if NO_TOKEN in tokens:
+            tell_flaws(logits, positions, sampled)
         for i in special:
-            sampled[i] = self._note(logits[i].numpy(), states[i], tokens[i])
+            if sampled[i].failure is None:
+                sampled[i] = self._note(logits[i].numpy(), states[i], tokens[i])
         return sampled
 
     def _state(self, row: int) -> RowState:
@@ -177,11 +191,16 @@ class Sampler:
             token = choose(logits, params, stream_key(state.seed, position), self._counters)
         elif logits is not raw:
             token = int(logits.argmax())
+            token = token if np.isfinite(logits[token]) else NO_TOKEN
+        if token == NO_TOKEN:
+            return unsampled(position, logits)
         return self._note(raw, state, token)
 
     def _note(self, raw: F32, state: RowState, token: int) -> Sampled:
         """Takes note of a row's new token and reports what its request wants to know of the ``raw`` logits [vocab]."""
         params = state.params
+        if state.failure is not None:
+            return Sampled(NO_TOKEN, failure=state.failure)
         state.append(token)
         return Sampled(
             token=token,
@@ -192,11 +211,38 @@ class Sampler:
 
 
 def argmax(logits: torch.Tensor) -> list[int]:
-    """Index of the largest entry in each row of ``logits`` [n, vocab]; of equal ones the first."""
+    """Index of the largest entry in each row of ``logits`` [n, vocab]; of equal ones the first. ``NO_TOKEN`` where that is not
+    finite: both libraries take NaN for the largest."""
     # Both libraries promise the first of equals; on CPU numpy's is an order of magnitude faster.
-    best = logits.numpy().argmax(axis=1) if logits.device.type == "cpu" else logits.argmax(dim=1)
+    if logits.device.type != "cpu":
+        there: list[int] = finite_argmax(logits).tolist()
+        return there
+    values = logits.numpy()
+    best = values.argmax(axis=1)
+    best[~np.isfinite(values[np.arange(len(best)), best])] = NO_TOKEN
     tokens: list[int] = best.tolist()
     return tokens
+
+
+def unsampled(position: int, logits: F32) -> Sampled:
+    """What a row [vocab] without a finite maximum is told; ``position`` is where its token would have stood."""
+    return Sampled(NO_TOKEN, failure=f"the logits for position {position} {flaw(logits)}")
+
+
+def tell_flaws(logits: torch.Tensor, positions: Sequence[int], sampled: list[Sampled]) -> None:
+    """Says of each of ``sampled`` without a token what is wrong with its row of ``logits`` [n, vocab]."""
+    for i, got in enumerate(sampled):
+        if got.token == NO_TOKEN:
+            sampled[i] = unsampled(positions[i], logits[i].cpu().numpy())
+
+
+def flaw(logits: F32) -> str:
+    """Why nothing can be drawn from a row [vocab], as the end of a sentence."""
+    if wrong := int(np.count_nonzero(np.isnan(logits))):
+        return f"hold {wrong} NaN among {len(logits)}"
+    if wrong := int(np.count_nonzero(logits == np.inf)):
+        return f"hold {wrong} times infinity among {len(logits)}"
+    return "leave no token that may be sampled"
 
 
 def report(raw: F32, token: int, top: int) -> Logprobs:

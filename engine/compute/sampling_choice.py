@@ -24,6 +24,7 @@ import numpy as np
 
 from engine.compute.sampling_noise import STEP, U64, bits, exponential, gumbel
 from engine.compute.sampling_row import F32, I64
+from engine.control.plan import NO_TOKEN
 from engine.request import SamplingParams
 
 MASS_BITS = 40  # weight of the likeliest token is 2**40; 2**22 tokens of it still fit into int64
@@ -37,11 +38,11 @@ _COLD = 1e-30  # below this temperature fp32 quotients lose their meaning; only 
 def choose(logits: F32, params: SamplingParams, key: int, counter: U64) -> int:
     """The token drawn from ``logits`` [vocab] fp32 with noise stream ``key``; ``counter`` is ``counters(vocab)``.
 
-    Temperature must not be 0. A row without a finite maximum (all masked, or NaN) falls back to argmax, lowest id.
+    Temperature must not be 0. ``NO_TOKEN`` for a row without a finite maximum: all masked, NaN or infinity (rule 13.7).
     """
     peak = float(logits.max())
     if not math.isfinite(peak):
-        return int(logits.argmax())
+        return NO_TOKEN
     ids: I64 | None = None
     if 0 < params.top_k < len(logits) or params.top_p < 1.0:
         ids = survivors(logits, peak, params)

@@ -92,6 +92,7 @@ class RowState:
         asked = params.prompt_logprobs is not None and len(seat.tokens) == seat.prompt_len
         self._prompt: tuple[int, ...] | None = seat.tokens if asked else None
         self._prompt_reports: list[Logprobs] = []
+        self.failure: str | None = None  # why nothing can be drawn for it, whatever comes
         reports = params.logprobs is not None or params.logits_digest or asked
         self.bare = not reports and not self.adjusts(seat.prompt_len)
         self.plain = params.greedy and self.bare
@@ -122,6 +123,10 @@ class RowState:
     def note_prompt(self, report: Logprobs) -> None:
         """The report of the next prompt token: positions come in order, whatever chunks they come in."""
         self._prompt_reports.append(report)
+
+    def spoil(self, failure: str) -> None:
+        """A prompt token has no report, so the request, which asked for all of them, cannot have its answer (rule 13.7)."""
+        self.failure = self.failure or failure
 
     def tell_prompt(self) -> tuple[Logprobs, ...] | None:
         """All reports of the prompt, once: when the first token is sampled."""

@@ -82,6 +82,13 @@ class Upload:
         return views
 
 
+def finite_argmax(logits: Tensor) -> Tensor:
+    """int64 [n]: the argmax of each row of ``logits`` [n, vocab], of equals the first; -1 where it is not finite, which is so
+    where the row holds NaN. Nothing waits."""
+    best = logits.argmax(dim=1)
+    return torch.where(logits.gather(1, best[:, None])[:, 0].isfinite(), best, -1)
+
+
 class Readback:
     """The answers of a step over up to ``rows`` rows: each one's likeliest token, and whole rows of logits where asked."""
 
@@ -95,7 +102,8 @@ class Readback:
         self.copies = 0
 
     def read(self, logits: Tensor, chosen: Sequence[int]) -> tuple[list[int], npt.NDArray[np.float32]]:
-        """The argmax of each row of ``logits`` [n, vocab] fp32 (of equals the first), and rows ``chosen`` [k, vocab].
+        """The argmax of each row of ``logits`` [n, vocab] fp32 (of equals the first; -1 where it is not finite), and rows
+        ``chosen`` [k, vocab].
 
         The rows are a view that the next call overwrites.
         """
@@ -103,7 +111,7 @@ class Readback:
         end = n + k * self._vocab_size
         if end > self._device.numel():
             raise ValueError(f"{n} rows and {k} of them whole need {end} numbers, but {self._device.numel()} fit")
-        self._device[:n].view(torch.int32).copy_(logits.argmax(dim=1))
+        self._device[:n].view(torch.int32).copy_(finite_argmax(logits))
         if k:
             where = self._upload.write({"rows": np.asarray(chosen, dtype=np.int64)})["rows"]
             torch.index_select(logits, 0, where, out=self._device[n:end].view(k, self._vocab_size))

@@ -120,14 +120,18 @@ class Logprobs:
     top: tuple[tuple[int, float], ...] = ()
 
 
+NO_TOKEN = -1
+
+
 @attrs.frozen
 class Sampled:
-    """What compute returns for one sampling row."""
+    """What compute returns for one sampling row. ``failure``: why the row has no token (rule 13.7); then nothing else is told."""
 
-    token: int
+    token: int  # NO_TOKEN with ``failure``
     logprobs: Logprobs | None = None
     digest: str | None = None  # hex digest of the row's raw fp32 logits, when the request asked for it
     prompt: tuple[Logprobs, ...] | None = None  # of each prompt token but the first, with the request's first token
+    failure: str | None = None
 
 
 class Runner(Protocol):

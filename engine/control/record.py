@@ -30,6 +30,7 @@ class Finished:
     reason: str
     stop: int | str | None = None  # the token id or the string that stopped it
     facts: Facts | None = attrs.field(default=None, eq=False)
+    why: str | None = attrs.field(default=None, eq=False)  # of ``error``: what was wrong, in one sentence for people
 
 
 @attrs.frozen
@@ -41,7 +42,9 @@ class StepRecord:
     aborted: tuple[Finished, ...] = ()  # aborts applied in this iteration to requests that had not finished
     reaped: tuple[int, ...] = ()  # gave back blocks and row; a waiting request that is aborted holds none (rule 4.3)
     preempted: tuple[int, ...] = ()
-    sampled: tuple[tuple[int, Sampled], ...] = ()
+    sampled: tuple[
+        tuple[int, Sampled], ...
+    ] = ()  # those that got a token; a row that has none is in ``finished`` (rule 13.7)
     finished: tuple[Finished, ...] = ()
     error: str | None = None  # why execute raised; every request of the plan is then in ``finished``
 

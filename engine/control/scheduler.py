@@ -12,7 +12,7 @@ State changes in two places only: the queues, tables and rows here, and the pool
 from __future__ import annotations
 
 from bisect import insort
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 
 import attrs
 
@@ -126,10 +126,14 @@ class Scheduler:
         return plan
 
     def commit(self, plan: Plan, sampled: Sequence[Sampled]) -> StepRecord:
-        """Counts what was computed and appends what was sampled: one ``Sampled`` for each entry of ``plan.sampling``."""
+        """Counts what was computed and appends what was sampled: one ``Sampled`` for each entry of ``plan.sampling``.
+
+        One without a token ends its own request, and what this iteration computed for it is not published (rule 13.7).
+        """
         if len(sampled) != len(plan.sampling):
             raise ValueError(f"{len(sampled)} tokens came back, but {len(plan.sampling)} rows sample in this plan")
         opened = self._close(plan)
+        drawn = tuple(zip(plan.sampling, sampled, strict=True))
         for chunk in plan.chunks:
             request = self.requests[chunk.request]
             request.computed += len(chunk.tokens)
@@ -140,11 +144,9 @@ class Scheduler:
             request = self.requests[decode.request]
             request.computed += 1
             request.replayed_steps += isinstance(plan.launch, Replay)
-        self._publish(plan)
-        results = tuple([(entry.request, token) for entry, token in zip(plan.sampling, sampled, strict=True)])
-        finished = [
-            end for request_id, result in results if (end := self._append(self.requests[request_id], result.token))
-        ]
+        self._publish(plan, {entry.request for entry, got in drawn if got.failure is not None})
+        results = tuple([(entry.request, got) for entry, got in drawn if got.failure is None])
+        finished = [end for entry, got in drawn if (end := self._append(self.requests[entry.request], got))]
         self._count(plan)
         self.counters.sampled_tokens += len(results)
         return self._record(opened, results, tuple(finished), None)
@@ -153,7 +155,7 @@ class Scheduler:
         """Execute raised: every request of the plan ends with reason ``error``; what it computed counts for nothing."""
         opened = self._close(plan)
         ids = (*(chunk.request for chunk in plan.chunks), *(decode.request for decode in plan.decodes))
-        finished = tuple(self._finish(self.requests[request_id], "error", None) for request_id in ids)
+        finished = tuple(self._finish(self.requests[request_id], "error", None, why) for request_id in ids)
         self.counters.iterations += 1
         self.counters.failed_steps += 1
         return self._record(opened, (), finished, why)
@@ -331,12 +333,13 @@ class Scheduler:
         assert request.chain is not None
         return request.chain.upto(request.tokens, computed // self.limits.block_size)
 
-    def _publish(self, plan: Plan) -> None:
-        """After the forward that wrote them, in order, full blocks up to the computed count become hits for others."""
+    def _publish(self, plan: Plan, doubtful: Collection[int] = ()) -> None:
+        """After the forward that wrote them, in order, full blocks up to the computed count become hits for others, but for
+        those of ``doubtful`` requests (rule 13.7)."""
         if not self.limits.prefix_cache:
             return
         ids = (*(chunk.request for chunk in plan.chunks), *(decode.request for decode in plan.decodes))
-        for request in sorted([self.requests[i] for i in ids], key=lambda r: r.order):
+        for request in sorted([self.requests[i] for i in ids if i not in doubtful], key=lambda r: r.order):
             keys = self._full_keys(request, request.computed)
             for index in range(request.published, len(keys)):
                 self.pool.publish(request.table[index], keys[index])
@@ -350,8 +353,12 @@ class Scheduler:
 
     # Ends --------------------------------------------------------------------------------------------------------
 
-    def _append(self, request: Request, token: int) -> Finished | None:
-        """Rule 13. Stop ids, then stop strings, then length; the first two not before ``min_tokens``."""
+    def _append(self, request: Request, got: Sampled) -> Finished | None:
+        """Rule 13. Stop ids, then stop strings, then length; the first two not before ``min_tokens``. A row without a token and
+        a text that raises end their own request, and no other (rules 13.7 and 13.8)."""
+        if got.failure is not None:
+            return self._finish(request, "error", None, got.failure)
+        token = got.token
         request.status = Status.DECODING
         request.tokens.append(token)
         may_stop = request.generated >= request.min_tokens
@@ -362,19 +369,20 @@ class Scheduler:
             try:
                 if request.text.push(token, may_stop, last):
                     return self._finish(request, "stop", request.text.matched)
-            except Exception:  # noqa: BLE001 - text is the caller's code: it may end its own request, never the loop
-                return self._finish(request, "error", None)
+            except Exception as error:  # noqa: BLE001 - text is the caller's code: it may end its own request, never the loop
+                why = f"the text of output token {request.generated} failed: {type(error).__name__}: {error}"
+                return self._finish(request, "error", None, why)
         if last:
             return self._finish(request, "length", None)
         return None
 
-    def _finish(self, request: Request, reason: str, stop: int | str | None) -> Finished:
+    def _finish(self, request: Request, reason: str, stop: int | str | None, why: str | None = None) -> Finished:
         request.status = Status.FINISHED
-        return self._end(request, reason, stop)
+        return self._end(request, reason, stop, why)
 
-    def _end(self, request: Request, reason: str, stop: int | str | None) -> Finished:
+    def _end(self, request: Request, reason: str, stop: int | str | None, why: str | None = None) -> Finished:
         self.counters.finished[reason] += 1
-        return Finished(request.id, reason, stop, request.facts(self.iteration))
+        return Finished(request.id, reason, stop, request.facts(self.iteration), why)
 
     # Helpers -----------------------------------------------------------------------------------------------------
 

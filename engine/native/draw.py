@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from engine.compute.sampling_choice import WEIGHTS
+from engine.control.plan import NO_TOKEN
 from engine.native.kernels import WISH, BadCall, Kernels
 from engine.native.library import Records
 
@@ -41,7 +42,7 @@ class NativeDraw:
         self._reserve(rows)
 
     def __call__(self, logits: Tensor, wishes: Sequence[bytes], positions: Sequence[int]) -> list[int]:
-        """See ``sampler.Draw``. Raises ``BadCall`` for logits that the kernel must not see."""
+        """See ``sampler.Draw``. Raises ``BadCall`` for logits that the kernel must not see, ``RuntimeError`` for other peaks."""
         n = len(wishes)
         call = self._kept.get(n)
         if call is None or call.logits is not logits:
@@ -52,7 +53,7 @@ class NativeDraw:
         self._words[:n, -1] = positions
         self._kernel.pool.run(call.records)
         drawn: list[int] = self._drawn[:n].tolist()
-        if min(drawn) < 0:
+        if min(drawn) < NO_TOKEN:
             raise RuntimeError(f"row {drawn.index(min(drawn))} of {n}: the head's peaks are not those of its logits")
         return drawn
 

@@ -23,6 +23,7 @@
 constexpr uint64_t GAMMA = 0x9E3779B97F4A7C15, MIX_1 = 0xBF58476D1CE4E5B9, MIX_2 = 0x94D049BB133111EB;
 constexpr double COLD = -28.0;    // exp of it times 2^40 is below one
 constexpr int64_t COLDEST = 2585;  // rint(-COLD * 64 / ln 2)
+constexpr int64_t NO_TOKEN = -1, OTHER_PEAKS = -2;  // there is no finite maximum; the peaks are of other logits
 constexpr double MARGIN = 1.001;  // far beyond what rounding does to an arrival time
 
 // Peaks ---------------------------------------------------------------------------------------------------------------
@@ -114,16 +115,6 @@ INLINE int64_t width(const Row& row, int64_t panel) {
     return left < LANES ? left : LANES;
 }
 
-// Index of the largest, the first of equals; the first NaN where there is one.
-inline int64_t plain_argmax(const float* p, int64_t n) {
-    int64_t best = 0;
-    for (int64_t i = 0; i < n; ++i) {
-        if (std::isnan(p[i])) return i;
-        if (p[i] > p[best]) best = i;
-    }
-    return best;
-}
-
 // Whether all peaks are numbers, and then the largest of them.
 inline bool top_of(const float* peaks, int64_t n, float& top) {
     int64_t whole = n / LANES * LANES;
@@ -164,13 +155,13 @@ inline bool exact_peaks(const float* logits, int64_t vocab, const float* given, 
     return true;
 }
 
-// -1 where no panel with that peak holds it: the peaks are not these logits'.
+// OTHER_PEAKS where no panel with that peak holds it: the peaks are not these logits'.
 inline int64_t first_equal(const Row& row, float value) {
     int64_t panel = 0;
     while (panel < row.panels && row.peaks[panel] != value) ++panel;
     for (int64_t i = panel * LANES; i < row.vocab && i < (panel + 1) * LANES; ++i)
         if (row.logits[i] == value) return i;
-    return -1;
+    return OTHER_PEAKS;
 }
 
 // Survivors -----------------------------------------------------------------------------------------------------------
@@ -339,7 +330,7 @@ inline void draw(const void* job, int64_t unit, Scratch& scratch) {
     float top;
     if (given == nullptr || !top_of(given, panels, top)) {
         if (!exact_peaks(logits, a.vocab, given, panels, peaks, top) || !std::isfinite(top)) {
-            a.tokens[unit] = plain_argmax(logits, a.vocab);  // the rule's answer where there is no finite maximum
+            a.tokens[unit] = NO_TOKEN;  // rule 13.7
             return;
         }
         given = peaks;

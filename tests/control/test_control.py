@@ -11,7 +11,7 @@ from engine.control.audit import audit
 from engine.control.blocks import BlockPool
 from engine.control.door import most_tokens
 from engine.control.limits import Limits
-from engine.control.plan import Eager, Replay, Sampled
+from engine.control.plan import NO_TOKEN, Eager, Replay, Sampled
 from engine.control.record import StepRecord
 from engine.control.replay import decide
 from engine.control.scheduler import Refusal, Scheduler, Submission
@@ -179,8 +179,32 @@ def test_text_that_raises_ends_its_own_request_only() -> None:
     scheduler = Scheduler(limits())
     scheduler.submit(Submission((1,), 3, texts=(Broken(),)))
     scheduler.submit(Submission((1,), 3))
+    ends = {end.request: end for record in drain(scheduler) for end in record.finished}
+    assert {request: end.reason for request, end in ends.items()} == {0: "error", 1: "length"}
+    assert ends[0].why == "the text of output token 1 failed: OverflowError: bad id"
+
+
+def test_a_row_without_a_token_ends_its_own_request_only() -> None:
+    """Rule 13.7: nothing is appended, what this iteration wrote is no hit for anybody, and the blocks come back as ever."""
+    scheduler = Scheduler(limits(prefix_cache=True))
+    size = scheduler.limits.block_size
+    for request in range(3):
+        scheduler.submit(Submission((request + 1,) * size, 3))
+    plan = scheduler.plan()
+    record = scheduler.commit(plan, [Sampled(7), Sampled(NO_TOKEN, failure="NaN everywhere"), Sampled(8)])
+    assert [(request, got.token) for request, got in record.sampled] == [(0, 7), (2, 8)]
+    (end,) = record.finished
+    assert (end.request, end.reason, end.stop, end.why) == (1, "error", None, "NaN everywhere")
+    assert end.facts is not None
+    assert end.facts.generated_tokens == 0
+    assert audit(scheduler) == []
+    held = scheduler.ledger()
+    assert set(held.published) == {held.tables[0][0], held.tables[2][0]}
+    assert (held.computed[1], held.num_tokens[1], held.status[1]) == (size, size, "finished")
+    assert scheduler.counters.finished["error"] == 1
+    assert (scheduler.counters.sampled_tokens, scheduler.counters.failed_steps) == (2, 0)
     ends = {end.request: end.reason for record in drain(scheduler) for end in record.finished}
-    assert ends == {0: "error", 1: "length"}
+    assert ends == {0: "length", 2: "length"}
 
 
 @pytest.mark.parametrize("when", range(8))

@@ -15,7 +15,7 @@ import model_sim
 ROOT = Path(__file__).parents[2]
 FOLDER = Path(model_sim.__file__).parent
 SOURCES = sorted(FOLDER.glob("**/*.py"))
-LINE_BUDGET = 340
+LINE_BUDGET = 350
 
 
 def foreign_imports(source: str) -> list[str]:

@@ -102,7 +102,9 @@ def sample(
     """The next token after ``prompt`` and ``out``, from raw fp32 logits."""
     logits = adjusted(raw, params, masked, prompt, out)
     peak = max(logits)
-    if params.temperature == 0.0 or not math.isfinite(peak):
+    if not math.isfinite(peak):
+        return -1  # no token
+    if params.temperature == 0.0:
         return logits.index(peak)
     g = noise(seed, len(prompt) + len(out), len(logits))
     scores = {i: (logits[i] - peak) / params.temperature + g[i] for i in survivors(logits, params)}

@@ -11,11 +11,24 @@ import slow_reference as slow
 import torch
 
 from engine.compute.sampler import Sampler, argmax
-from engine.control.plan import Sampled, Seat
+from engine.compute.staging import finite_argmax
+from engine.control.plan import NO_TOKEN, Sampled, Seat
 from engine.request import SamplingParams, SamplingSpec
 
 VOCAB = 32
 INF = math.inf
+BROKEN: dict[str, tuple[list[float], str]] = {
+    "one NaN": ([0.0] * 5 + [math.nan] + [9.0] * (VOCAB - 6), f"hold 1 NaN among {VOCAB}"),
+    "all NaN": ([math.nan] * VOCAB, f"hold {VOCAB} NaN among {VOCAB}"),
+    "infinity": ([0.0] * 7 + [INF] * 2 + [0.0] * (VOCAB - 9), f"hold 2 times infinity among {VOCAB}"),
+    "nothing left": ([-INF] * VOCAB, "leave no token that may be sampled"),
+}
+WISHES = {
+    "greedy": SamplingParams(temperature=0.0),
+    "penalised": SamplingParams(temperature=0.0, repetition_penalty=1.5, logprobs=3),
+    "sampled": SamplingParams(logprobs=2, logits_digest=True),
+    "filtered": SamplingParams(top_k=3, top_p=0.5, min_p=0.1),
+}
 
 
 def one(
@@ -158,11 +171,57 @@ def test_a_mask_of_everything_is_not_obeyed(temperature: float) -> None:
     assert one(peaked(t6=50.0), params, masked=tuple(range(VOCAB))).token == 6
 
 
-@pytest.mark.parametrize("value", [-INF, INF, math.nan])
-@pytest.mark.parametrize("params", [SamplingParams(), SamplingParams(top_k=3, top_p=0.5, min_p=0.1)])
-def test_rows_without_a_finite_maximum_give_the_lowest_id(value: float, params: SamplingParams) -> None:
-    assert one([value] * VOCAB, params).token == 0
-    assert one([value] * VOCAB, SamplingParams(temperature=0.0)).token == 0
+@pytest.mark.parametrize(("logits", "why"), BROKEN.values(), ids=BROKEN)
+@pytest.mark.parametrize("params", WISHES.values(), ids=WISHES)
+def test_a_row_without_a_finite_maximum_has_no_token(logits: list[float], why: str, params: SamplingParams) -> None:
+    """Rule 13.7: never the place of the first NaN, whatever the request asks for, and nothing is reported of the row."""
+    got = one(logits, params)
+    assert got == Sampled(NO_TOKEN, failure=f"the logits for position 1 {why}")
+
+
+@pytest.mark.parametrize("params", WISHES.values(), ids=WISHES)
+def test_what_is_broken_ends_in_its_own_row(params: SamplingParams) -> None:
+    """The rows around broken ones get what they get alone, on torch's way to the argmax as well."""
+    good = torch.randn(3, VOCAB, generator=torch.Generator().manual_seed(3))
+    rows = [good[0], torch.tensor(BROKEN["one NaN"][0]), good[1], torch.tensor(BROKEN["nothing left"][0]), good[2]]
+    sampler = Sampler(5, VOCAB)
+    for row in range(5):
+        sampler.seat(Seat(row, row, (1,), 1, (), SamplingSpec(params, row, ())))
+    together = sampler.sample(torch.stack(rows), range(5), [1] * 5)
+    assert [got.failure is None for got in together] == [True, False, True, False, True]
+    for row, at in ((0, 0), (2, 1), (4, 2)):
+        assert together[row] == one(good[at], params, seed=row)
+    assert finite_argmax(torch.stack(rows)).tolist() == argmax(torch.stack(rows))
+
+
+def test_a_mask_that_hides_the_nan_does_not_mend_the_row() -> None:
+    got = one(BROKEN["one NaN"][0], SamplingParams(temperature=0.0, min_tokens=3), masked=(5,))
+    assert got.failure == f"the logits for position 1 hold 1 NaN among {VOCAB}"
+
+
+def test_a_prompt_that_has_no_logprobs_ends_its_request() -> None:
+    """Rule 13.7: whoever asked for all of them gets no answer with a NaN in it; the row beside has its token."""
+    sampler = Sampler(2, VOCAB)
+    for row in range(2):
+        spec = SamplingSpec(SamplingParams(temperature=0.0, prompt_logprobs=1), row, ())
+        sampler.seat(Seat(row, row, (1, 2, 3), 3, (), spec))
+        assert sampler.prompt_positions(row, 0, 3) == [0, 1]
+        broken = torch.tensor(BROKEN["one NaN"][0])
+        sampler.note_prompt(row, [0, 1], torch.stack([torch.zeros(VOCAB), broken if row else torch.ones(VOCAB)]))
+    good, bad = sampler.sample(torch.zeros(2, VOCAB), [0, 1], [3, 3])
+    assert (good.token, len(good.prompt or ())) == (0, 2)
+    assert bad == Sampled(NO_TOKEN, failure=f"the logits of prompt position 1 hold 1 NaN among {VOCAB}")
+
+
+def test_a_mask_may_leave_nothing() -> None:
+    logits = [-INF] * VOCAB
+    logits[3] = 1.0
+    for temperature in (0.0, 1.0):
+        params = SamplingParams(temperature=temperature, min_tokens=3)
+        assert (
+            one(logits, params, masked=(3,)).failure == "the logits for position 1 leave no token that may be sampled"
+        )
+        assert one(logits, params).token == 3
 
 
 @pytest.mark.filterwarnings("error")
