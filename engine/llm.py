@@ -18,6 +18,7 @@ from engine.control.plan import Logprobs, Sampled
 from engine.control.record import Facts, Finished
 from engine.engine import Engine
 from engine.request import InvalidRequest, SamplingParams
+from engine.text.stops import StopSet
 from engine.text.stream import TextStream
 
 Prompt = str | Sequence[int]
@@ -150,7 +151,7 @@ class LLM:
         requests: list[int] = []
         try:
             with _ctrl_c_afterwards():  # so that whatever was submitted is left
-                ((request, live),) = self._submit(self._encode(prompt), one, salt)
+                ((request, live),) = self._submit(self._encode(prompt), one, StopSet(one.stop), salt)
                 requests.append(request)
             while live.end is None:
                 self._step()
@@ -175,12 +176,14 @@ class LLM:
             raise InvalidRequest("prompt", f"{self.engine.model.name} has no tokenizer; pass token ids")
         return self.engine.model.tokenizer.encode(prompt)
 
-    def _submit(self, ids: list[int], params: SamplingParams, salt: str | None) -> list[tuple[int, _Live]]:
+    def _submit(
+        self, ids: list[int], params: SamplingParams, stops: StopSet, salt: str | None
+    ) -> list[tuple[int, _Live]]:
         texts = [
             TextStream(
                 self.engine.model.tokenizer,
                 ids,
-                stop=params.stop,
+                stop=stops,
                 include_stop=params.include_stop_str_in_output,
                 skip_special_tokens=params.skip_special_tokens,
             )
@@ -221,6 +224,7 @@ class LLM:
         running: dict[int, _Live] = {}
         submitted: list[int] = []
         pending = list(zip(encoded, each, strict=True))[::-1]
+        sets = {stop: StopSet(stop) for stop in {tuple(one.stop) for one in each}}  # one for all who stop at the same
         with _bar(sum(p.n for p in each)) if progress else nullcontext() as bar:
             try:
                 while pending or running:
@@ -230,7 +234,8 @@ class LLM:
                         and len(self.engine.scheduler.waiting) + pending[-1][1].n <= self.engine.limits.max_waiting
                     ):
                         with _ctrl_c_afterwards():
-                            group = self._submit(*pending.pop(), salt)
+                            ids, one = pending.pop()
+                            group = self._submit(ids, one, sets[tuple(one.stop)], salt)
                             submitted.extend(request for request, _ in group)
                         groups.append([live for _, live in group])
                         running.update(group)

@@ -13,6 +13,7 @@ from engine.build import assemble
 from engine.config import ConfigError, EngineConfig
 from engine.loading.model import LoadedModel, LoadError
 from engine.loading.synthetic import synthetic_model
+from engine.text.stops import StopSet
 
 GREEDY = SamplingParams(max_tokens=12, temperature=0, ignore_eos=True)
 SAMPLED = SamplingParams(max_tokens=9, seed=4, ignore_eos=True)
@@ -156,6 +157,29 @@ def test_stop_strings_and_stop_ids(llm: LLM) -> None:
     assert by_id.token_ids == free.token_ids[: free.token_ids.index(last) + 1]
     assert (by_id.finish_reason, by_id.choices[0].stop) == ("stop", last)
     assert free.text.startswith(by_id.text)  # the stop token itself is not part of the text
+
+
+def test_stop_strings_are_compiled_once(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
+    """For all choices of all prompts that stop at the same; a text that stops does not disturb its neighbours."""
+    compiled: list[tuple[str, ...]] = []
+    monkeypatch.setattr("engine.llm.StopSet", lambda stops: compiled.append(stops) or StopSet(stops))
+    sampled = attrs.evolve(SAMPLED, n=3, max_tokens=20)
+    free = llm.generate(TEXTS[:2], sampled)
+    stop = next(a for a in free[0].text if a.isalpha())
+    compiled.clear()
+    stopped = llm.generate(
+        [*TEXTS[:2], TEXTS[2]], [attrs.evolve(sampled, stop=(stop,))] * 2 + [attrs.evolve(GREEDY, stop=[])]
+    )
+    assert sorted(compiled) == [(), (stop,)]
+    assert [one.text for output in stopped[:2] for one in output.choices] == [
+        one.text.partition(stop)[0] for output in free for one in output.choices
+    ]
+    assert {one.stop for output in stopped for one in output.choices} >= {stop, None}
+    compiled.clear()
+    assert (
+        "".join(llm.stream(TEXTS[0], attrs.evolve(GREEDY, stop=("\0never",)))) == llm.generate(TEXTS[0], GREEDY)[0].text
+    )
+    assert compiled == [("\0never",), ()]
 
 
 def test_logprobs_and_digests(llm: LLM) -> None:
