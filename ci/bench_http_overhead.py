@@ -47,7 +47,7 @@ import asyncio, json, sys
 async def one(port, body):
     reader, writer = await asyncio.open_connection("127.0.0.1", port)
     data = json.dumps(body).encode()
-    head = f"POST /v1/completions HTTP/1.1\\r\\nHost: x\\r\\nConnection: close\\r\\nContent-Type: application/json\\r\\n"
+    head = f"POST /v1/completions HTTP/1.1\\r\\nHost: localhost\\r\\nConnection: close\\r\\nContent-Type: application/json\\r\\n"
     writer.write(f"{head}Content-Length: {len(data)}\\r\\n\\r\\n".encode() + data)
     answer = await reader.read(-1)
     writer.close()

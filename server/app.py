@@ -17,7 +17,8 @@ from server.asgi import FrontDoor
 from server.bridge import Bridge
 from server.check import Checker
 from server.context import Context
-from server.fields import FieldJudge
+from server.fields import IGNORED_HEADER, FieldJudge
+from server.hosts import Hosts
 from server.live_view import LiveView
 from server.metrics import Metrics
 from server.outlet import Outlet
@@ -34,12 +35,18 @@ def create_app(engine: Engine, settings: ServerSettings | None = None) -> FastAP
     connections. An ASGI server of the caller's own says nothing before it has closed them, and waits for streams to end, of
     which ``/live`` has no end: so before stopping it, ``await app.state.context.bridge.drain(seconds)``, which ends every
     stream with a terminal event, or give it a limit of its own (uvicorn's ``timeout_graceful_shutdown``), which cuts them.
+
+    ``settings.host`` and ``port`` say nothing here. On a loopback address, name the hosts in ``settings.allowed_hosts``, or web
+    pages of others can reach it (server/hosts.py); ``python -m server`` does so by itself.
     """
     return create_lazy_app(lambda: engine, settings)
 
 
-def create_lazy_app(make: Callable[[], Engine], settings: ServerSettings | None = None) -> FastAPI:
-    """As ``create_app``, but ``make`` builds the engine after start-up, on its thread; until then requests get 503."""
+def create_lazy_app(
+    make: Callable[[], Engine], settings: ServerSettings | None = None, hosts: Hosts | None = None
+) -> FastAPI:
+    """As ``create_app``, but ``make`` builds the engine after start-up, on its thread; until then requests get 503. ``hosts``:
+    the names that it answers to, from whoever knows the address; without, those of ``settings`` if there are any, else all."""
     settings = settings or ServerSettings()
     checker = Checker(settings.check, settings.check_interval)
     outlet = Outlet(settings.send_timeout)
@@ -66,6 +73,8 @@ def create_lazy_app(make: Callable[[], Engine], settings: ServerSettings | None 
         started=time.time(),
         live=live,
     )
+
+    metrics.turned_away = lambda: context.turned_away
 
     @asynccontextmanager
     async def lifespan(app: FastAPI) -> AsyncIterator[None]:
@@ -97,13 +106,13 @@ def create_lazy_app(make: Callable[[], Engine], settings: ServerSettings | None 
         page.router,
     ):
         app.include_router(router)
-    app.add_middleware(FrontDoor, settings=settings, outlet=outlet, tracing=tracing)
+    app.add_middleware(FrontDoor, settings=settings, outlet=outlet, tracing=tracing, hosts=hosts)
     if settings.cors_origins:  # around the door, since a browser's question beforehand brings no key
         app.add_middleware(
             CORSMiddleware,
             allow_origins=settings.cors_origins,
             allow_methods=["GET", "POST"],
             allow_headers=["Authorization", "Content-Type", "X-Request-Id"],
-            expose_headers=["X-Request-Id", "Retry-After"],
+            expose_headers=["X-Request-Id", "Retry-After", IGNORED_HEADER],
         )
     return app

@@ -1,4 +1,4 @@
-"""The front door in plain ASGI, outside FastAPI: request id, key, body size, access log.
+"""The front door in plain ASGI, outside FastAPI: request id, name, key, body size, access log.
 
 Plain ASGI, because a middleware that wraps requests and responses in tasks of its own hides the client's leaving from
 the handler and costs a copy per event. The whole body is read here, so that its size is judged by the bytes that
@@ -20,6 +20,8 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from server import tracing
 from server.errors import ApiError, of_exception
+from server.fields import IGNORED_HEADER, in_header
+from server.hosts import Hosts, allowed
 from server.logs import printable
 from server.outlet import Outlet, SlowReader
 from server.page import FILES
@@ -48,8 +50,10 @@ class FrontDoor:
         settings: ServerSettings,
         outlet: Outlet | None = None,
         tracing: Tracing | None = None,
+        hosts: Hosts | None = None,
     ) -> None:
         self.app = app
+        self._hosts = hosts or allowed(settings.allowed_hosts)
         self._tracing = tracing
         self.outlet = outlet or Outlet(settings.send_timeout)
         self.max_body_bytes = settings.max_body_bytes
@@ -71,11 +75,14 @@ class FrontDoor:
             nonlocal status, whole
             if message["type"] == "http.response.start":
                 status = message["status"]
-                MutableHeaders(scope=message)["X-Request-Id"] = request_id
+                more = MutableHeaders(scope=message)
+                more["X-Request-Id"] = request_id
+                if ignored := scope["state"]["ignored"]:
+                    more[IGNORED_HEADER] = in_header(ignored)
             await self.outlet.send(send, message, abort)
             whole = message["type"] == "http.response.body" and not message.get("more_body", False)
 
-        scope.setdefault("state", {})["request_id"] = request_id
+        scope.setdefault("state", {}).update(request_id=request_id, ignored={})  # see server.fields
         span = self._begin(scope, headers, request_id)
         ids = {"request_id": request_id} | ({} if span is None else {"trace_id": span.trace_id})
         with structlog.contextvars.bound_contextvars(**ids):
@@ -110,6 +117,7 @@ class FrontDoor:
 
     async def _answer(self, scope: Scope, headers: Headers, receive: Receive, send: Send) -> None:
         try:
+            self._check_host(scope, headers)
             self._check_key(scope, headers)
             body = await self._read(headers, receive)
         except ApiError as error:
@@ -126,6 +134,11 @@ class FrontDoor:
             return {"type": "http.request", "body": body, "more_body": False}
 
         await self.app(scope, again, send)
+
+    def _check_host(self, scope: Scope, headers: Headers) -> None:
+        why = self._hosts.refusal(headers.getlist("host"), (scope.get("server") or (None,))[0])
+        if why is not None:
+            raise ApiError(400, why, code="host_not_allowed")
 
     def _check_key(self, scope: Scope, headers: Headers) -> None:
         admin = _has_key(headers, self._admin_keys)

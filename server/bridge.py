@@ -114,6 +114,8 @@ class Bridge:
         self._lock = threading.Lock()
         self._outbox: list[Callable[[], None]] = []
         self._scheduled = False
+        self._sent = 0  # choices on their way to the door: event loop only
+        self._taken = 0  # of those, told to the door: engine thread only
 
         self._loop: asyncio.AbstractEventLoop | None = None
         self._thread: threading.Thread | None = None
@@ -135,7 +137,7 @@ class Bridge:
 
     @property
     def engine(self) -> Engine:
-        """Raises a 503 while there is none. From the event loop, only what never changes may be read."""
+        """Raises a 503 while there is none. From the event loop, only what never changes may be read, and lengths."""
         if self._engine is None:
             raise self.refusal() or ApiError(503, "the engine has stopped", code="engine_dead")
         return self._engine
@@ -146,6 +148,11 @@ class Bridge:
             return None
         message, code = _REFUSALS[self.phase]
         return ApiError(503, message, code=code)
+
+    @property
+    def num_waiting(self) -> int:
+        """Requests in the queue and on their way to it."""
+        return len(self.engine.scheduler.waiting) + self._sent - self._taken
 
     @property
     def num_open(self) -> int:
@@ -164,12 +171,16 @@ class Bridge:
         choices: Sequence[Choice],
         priority: int = 0,
         salt: str | None = None,
+        each: Sequence[SamplingParams] = (),
     ) -> Generation:
-        """Queues every choice or none. Raises ``ApiError`` 503 or the door's ``InvalidRequest``. Must be closed."""
+        """Queues every choice or none; ``each``: see ``Generation``. Raises ``ApiError`` 503 or the door's ``InvalidRequest``.
+        Must be closed."""
         if (refusal := self.refusal()) is not None:
             raise refusal
-        generation = Generation(prompts, params, choices, priority=priority, salt=salt, arrived=time.monotonic())
+        arrived = time.monotonic()
+        generation = Generation(prompts, params, choices, priority=priority, salt=salt, arrived=arrived, each=each)
         self._open.add(generation)
+        self._sent += len(choices)
         self._commands.put(partial(self._submit, generation))
         try:
             await generation.settled
@@ -306,14 +317,16 @@ class Bridge:
         accepted: list[int] = []
         seeds: list[int] = []
         n = generation.params.n
+        self._taken += len(generation.choices)
         try:
-            for prompt in generation.prompts:
-                engine.check(prompt, generation.params)
-            for index, prompt in enumerate(generation.prompts):
+            asked = tuple(zip(generation.prompts, generation.each, strict=True))
+            for prompt, params in asked:
+                engine.check(prompt, params)
+            for index, (prompt, params) in enumerate(asked):
                 choices = generation.choices[index * n : (index + 1) * n]
-                texts = [_TimedText(choice.text, self) for choice in choices] if generation.params.stop else ()
+                texts = [_TimedText(choice.text, self) for choice in choices] if params.stop else ()
                 submitted = engine.submit(
-                    prompt, generation.params, priority=generation.priority, texts=texts, salt=generation.salt
+                    prompt, params, priority=generation.priority, texts=texts, salt=generation.salt
                 )
                 accepted += submitted.requests
                 seeds += submitted.seeds

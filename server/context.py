@@ -14,6 +14,7 @@ from fastapi import Request
 from starlette.types import Send
 
 from engine import __version__
+from engine.control.door import most_tokens
 from engine.engine import Engine
 from engine.loading.model import LoadedModel
 from engine.request import InvalidRequest, SamplingParams
@@ -44,6 +45,7 @@ class Context:
     judge: FieldJudge
     started: float  # seconds since the epoch
     live: LiveView = attrs.field(factory=LiveView)
+    turned_away: int = 0  # requests, by a glance at the queue
 
     @property
     def model(self) -> LoadedModel:
@@ -71,6 +73,17 @@ class Context:
             )
         return asked
 
+    def glance(self, answers: int = 1) -> None:
+        """Raises what the door would say now to ``answers`` requests that it could serve: 503, or 429 for a full queue. Costs
+        nothing, so it comes before any work for them; the door judges the queue again as it then is."""
+        if (refusal := self.bridge.refusal()) is not None:
+            raise refusal
+        room, waiting = self.bridge.engine.limits.max_waiting, self.bridge.num_waiting
+        if waiting + answers > room >= answers:  # more than the whole queue is a mistake, and told as one
+            self.turned_away += answers
+            message = f"{waiting} requests are waiting, and the queue holds {room}; try again later"
+            raise ApiError(429, message, code="queue_full")
+
     def fingerprint(self) -> str:
         """Changes whenever the same seed might give other bytes: with version, torch, model, device or compute path."""
         rows = [row for row in self.bridge.engine.capacity() if row[0] not in _SIZES]
@@ -88,8 +101,10 @@ class Context:
         priority: int = 0,
         salt: str | None = None,
         names: Mapping[str, str] | None = None,
+        fit: bool = False,
     ) -> None:
-        """Submits, sends, and leaves nothing behind, however it ends. ``names``: see ``of_invalid``."""
+        """Submits, sends, and leaves nothing behind, however it ends. ``names``: see ``of_invalid``. ``fit``: nobody asked for
+        ``params.max_tokens``, so each prompt gets as much of it as context and pool leave."""
         engine = self.bridge.engine
         total = len(prompts) * params.n
         if total > engine.limits.max_waiting:
@@ -100,15 +115,21 @@ class Context:
                 code="invalid_value",
                 param="n",
             )
-        _check_before_queue(engine, prompts, params, names)
+        try:
+            each = _fitting(engine, prompts, params) if fit else (params,) * len(prompts)
+            for prompt, its in zip(prompts, each, strict=True):  # before texts are made for what can never be served
+                engine.check(prompt.ids, its)
+        except InvalidRequest as error:
+            raise of_invalid(error, names) from None
+        self.glance(total)
         choices = await self.desk.run(make_choices, prompts, params, engine.model)
         try:
-            generation = await self.bridge.submit([p.ids for p in prompts], params, choices, priority, salt)
+            generation = await self.bridge.submit([p.ids for p in prompts], params, choices, priority, salt, each)
         except InvalidRequest as error:
             raise of_invalid(error, names) from None
         span = tracing.current.get()
         if span is not None:
-            span.asked(self.names[0], params, stream)
+            span.asked(self.names[0], each[0], stream)
         limit = self.settings.request_timeout
         timer = asyncio.get_running_loop().call_later(limit, self._time_out, generation) if limit else None
         try:
@@ -147,15 +168,19 @@ def _log(generation: Generation) -> None:
     )
 
 
-def _check_before_queue(
-    engine: Engine, prompts: Sequence[Prompt], params: SamplingParams, names: Mapping[str, str] | None
-) -> None:
-    """What can never be served is refused here, before texts are made for it; reads only what never changes."""
-    for prompt in prompts:
-        try:
-            engine.check(prompt.ids, params)
-        except InvalidRequest as error:
-            raise of_invalid(error, names) from None
+def _fitting(engine: Engine, prompts: Sequence[Prompt], params: SamplingParams) -> tuple[SamplingParams, ...]:
+    """``params`` for each prompt, ``max_tokens`` lowered to what its context leaves; 1 where that is nothing, for the door to
+    refuse. Prompts do not lower each other's: an answer depends on its own prompt alone."""
+    assert params.max_tokens is not None
+    made = {params.max_tokens: params}
+
+    def fitted(length: int) -> SamplingParams:
+        most = max(1, min(params.max_tokens or 1, most_tokens(engine.limits, length)))
+        if most not in made:
+            made[most] = attrs.evolve(params, max_tokens=most)
+        return made[most]
+
+    return tuple(fitted(len(prompt.ids)) for prompt in prompts)
 
 
 def context_of(request: Request) -> Context:

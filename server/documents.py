@@ -12,6 +12,7 @@ from typing import Any
 
 from engine.control.limits import Limits
 from engine.request import MAX_CHOICES, SEED_RANGE
+from server.facts import longest
 
 _ERROR = {
     "type": "object",
@@ -95,6 +96,7 @@ GENERATE = answers({"anyOf": [_RESULT, {"type": "array", "items": _RESULT}]}, *W
 ANY_OBJECT = answers({"type": "object"}, *LOOK)
 
 _EXACT = {2.0**63: SEED_RANGE[1], -(2.0**63): SEED_RANGE[0]}
+_LENGTHS = ("max_tokens", "min_tokens", "max_completion_tokens", "max_new_tokens", "min_new_tokens")
 _BOUNDS = ("minimum", "maximum", "exclusiveMinimum", "exclusiveMaximum")
 
 
@@ -124,19 +126,18 @@ def _walk(node: Any) -> None:
 
 def _tighten(properties: dict[str, Any], names: tuple[str, ...], limits: Limits) -> None:
     last = {"maximum": limits.vocab_size - 1}
-    longest = {"maximum": limits.max_model_len - 1}
+    most = max(1, longest(limits) - 1)  # of a prompt, whose answer has at least one token; and the other way round
     changes: dict[str, dict[str, Any]] = {
         "model": {"enum": list(names)},
         "n": {"maximum": min(MAX_CHOICES, limits.max_waiting)},
-        **dict.fromkeys(("max_tokens", "min_tokens", "max_completion_tokens"), longest),
-        **dict.fromkeys(("max_new_tokens", "min_new_tokens"), longest),
+        **{name: {"maximum": most} for name in _LENGTHS},
     }
     for name, change in changes.items():
         for branch in properties.get(name, {}).get("anyOf", ()):
             if branch.get("type") != "null":
                 branch.update(change)
     for name in ("stop_token_ids", "prompt", "input_ids", "tokens"):
-        _tighten_ids(properties.get(name, {}), last, limits.max_model_len if name in ("prompt", "input_ids") else None)
+        _tighten_ids(properties.get(name, {}), last, most if name in ("prompt", "input_ids") else None)
 
 
 def _tighten_ids(schema: dict[str, Any], last: dict[str, int], most: int | None) -> None:

@@ -40,7 +40,7 @@ _TYPE_OF_STATUS = {
 _CODE_OF_STATUS = {404: "not_found", 405: "method_not_allowed"}
 _BRANCHES = frozenset({"str", "int", "float", "bool"})  # what pydantic calls the alternatives of a union
 _NO_OBJECT = frozenset({"missing", "model_type", "model_attributes_type"})
-_CODE_OF_REASON = {"max_model_len": "context_length_exceeded"}
+_CODE_OF_REASON = dict.fromkeys(("max_model_len", "pool"), "context_length_exceeded")
 
 log = structlog.get_logger("lockstep.errors")
 

@@ -10,6 +10,8 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
+from engine.control.door import most_tokens
+from engine.control.limits import Limits
 from engine.request import (
     MAX_CHOICES,
     MAX_LOGIT_BIAS,
@@ -18,7 +20,7 @@ from engine.request import (
     MAX_STOP_CHARS,
     MAX_STOP_STRINGS,
 )
-from server.metrics import Reading
+from server.metrics import Metrics
 
 if TYPE_CHECKING:
     from engine.engine import Engine
@@ -35,10 +37,18 @@ REQUEST_LIMITS = {
 }
 
 
+def longest(limits: Limits) -> int:
+    """Tokens of the longest request that the door lets in: the context's, or the pool's and one more, which needs no K/V."""
+    return most_tokens(limits, 0)
+
+
 def promises(engine: Engine) -> dict[str, Any]:
+    """``max_model_len`` is the most that one request can hold, prompt and answer: the context, or what the pool has room for."""
     limits = engine.limits
     return {
-        "max_model_len": limits.max_model_len,
+        "max_model_len": longest(limits),
+        "context_len": limits.max_model_len,
+        "kv_cache_tokens": limits.num_blocks * limits.block_size,
         "max_num_seqs": limits.max_num_seqs,
         "max_num_batched_tokens": limits.max_num_batched_tokens,
         "max_waiting": limits.max_waiting,
@@ -53,8 +63,8 @@ def promises(engine: Engine) -> dict[str, Any]:
     }
 
 
-def readings(reading: Reading) -> dict[str, Any]:
-    counters = reading.counters
+def readings(metrics: Metrics) -> dict[str, Any]:
+    reading, counters = metrics.reading, metrics.reading.counters
     return {
         "running": reading.running,
         "waiting": reading.waiting,
@@ -75,6 +85,6 @@ def readings(reading: Reading) -> dict[str, Any]:
         "prefix_hit_tokens": counters.prefix_hit_tokens,
         "sampled_tokens": counters.sampled_tokens,
         "finished": dict(sorted(counters.finished.items())),
-        "refused": dict(sorted(counters.refused.items())),
+        "refused": dict(sorted(metrics.refused().items())),
         "failed_steps": counters.failed_steps,
     }

@@ -1,4 +1,5 @@
-"""Fields that no schema names: unsupported ones are refused, harmless ones ignored, unknown ones warned about.
+"""Fields that no schema names: unsupported ones are refused, harmless ones ignored, unknown ones ignored and told: once in the
+log, with the name that was perhaps meant, and to the client in a header of every such answer.
 
 A client that asks for a tool call or a JSON schema and silently gets prose is worse off than with an error; and so is one
 that limits its answer by the name which another endpoint has for it. A router or a newer client that adds a field of its own
@@ -7,16 +8,22 @@ should not fail for it.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable
+from difflib import get_close_matches
 from typing import Any
+from urllib.parse import quote
 
 import structlog
 
 from server.errors import ApiError, brief, shorten
 from server.logs import printable
-from server.schemas import Body, ChatBody, CompletionBody, GenerateBody, GenerateSampling
+from server.schemas import Body, ChatBody, CompletionBody, GenerateBody, GenerateSampling, Message
 
 MAX_NAMES = 256  # names that are remembered; a stranger must not fill the memory with them
+MAX_TOLD = 8  # names in the header of one answer
+IGNORED_HEADER = "X-Lockstep-Ignored-Fields"
+
+Ignored = dict[str, None]  # the unknown fields of one request, in order
 
 # Field -> values that ask for nothing. Any other value is a 400.
 UNSUPPORTED: dict[str, tuple[Any, ...]] = {
@@ -89,6 +96,9 @@ IGNORED = frozenset(
     }
 )
 
+# What clients send back with a message that they got, beside what server.prompts judges. Nothing of it is read.
+OF_MESSAGES = frozenset({"annotations", "audio", "function_call", "refusal", "tool_call_id", "tool_calls"})
+
 _BODIES: tuple[tuple[str, type[Body]], ...] = (
     ("sampling_params of /generate", GenerateSampling),
     ("/generate", GenerateBody),
@@ -105,10 +115,14 @@ class FieldJudge:
     def __init__(self) -> None:
         self._seen: set[str] = set()
 
-    def judge(self, extra: Mapping[str, Any] | None, *, n: int = 1, prefix: str = "", generates: bool = True) -> None:
+    def judge(
+        self, body: Body | None, ignored: Ignored, *, n: int = 1, prefix: str = "", generates: bool = True
+    ) -> None:
         """Raises ``ApiError`` 400 for an unsupported field that asks for something, and where text is generated for a field of
-        another endpoint. ``prefix`` goes before its name."""
-        for name, value in (extra or {}).items():
+        another endpoint. ``prefix`` goes before its name. What is unknown is warned about once and put into ``ignored``."""
+        if body is None:
+            return
+        for name, value in (body.model_extra or {}).items():
             if name in UNSUPPORTED:
                 if not _neutral(name, value, n):
                     raise ApiError(
@@ -119,21 +133,39 @@ class FieldJudge:
                     )
             elif name in IGNORED:
                 continue
-            elif generates and value is not None and value is not False and (homes := _homes(name)):
-                raise ApiError(
-                    400,
-                    f"{prefix}{name} is {brief(value)}, but that is a field of {', '.join(homes)} and not of this body",
-                    code="invalid_value",
-                    param=prefix + name,
-                )
+            elif generates and (homes := _homes(name)):
+                if value is not None and value is not False:  # a router that spells out what is off asks for nothing
+                    raise ApiError(
+                        400,
+                        f"{prefix}{name} is {brief(value)}, but that is a field of {', '.join(homes)} and not of this body",
+                        code="invalid_value",
+                        param=prefix + name,
+                    )
             else:
-                self._warn(prefix + name)
+                self._ignore(prefix, name, body, ignored)
 
-    def _warn(self, name: str) -> None:
-        name = printable(shorten(name, 64))
-        if name not in self._seen and len(self._seen) < MAX_NAMES:
-            self._seen.add(name)
-            log.warning("unknown field is ignored; said once", field=name)
+    def judge_messages(self, messages: Iterable[Message], ignored: Ignored) -> None:
+        """As ``judge``; that a message asks for what is not supported is found where it is read."""
+        for message in messages:
+            for name, value in (message.model_extra or {}).items():
+                if name not in OF_MESSAGES and value not in (None, []):
+                    self._ignore("messages[].", name, message, ignored)
+
+    def _ignore(self, prefix: str, name: str, body: Body, ignored: Ignored) -> None:
+        if len(ignored) <= MAX_TOLD:  # one more, so that the header can say that there were more
+            ignored[prefix + shorten(name, 64)] = None
+        shown = printable(shorten(prefix + name, 64))
+        if shown not in self._seen and len(self._seen) < MAX_NAMES:
+            self._seen.add(shown)
+            near = get_close_matches(name[:64].lower(), type(body).model_fields, 1, 0.75)
+            hint = {"did_you_mean": prefix + near[0]} if near else {}
+            log.warning("unknown field is ignored; said once", field=shown, **hint)
+
+
+def in_header(ignored: Ignored) -> str:
+    """The names for ``IGNORED_HEADER``: percent-encoded, separated by commas, ``...`` when there were more."""
+    names = [shorten(quote(name, safe="[]"), 80) for name in ignored]
+    return ", ".join(names if len(names) <= MAX_TOLD else [*names[:MAX_TOLD], "..."])
 
 
 def _homes(name: str) -> list[str]:

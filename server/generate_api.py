@@ -10,7 +10,7 @@ from fastapi.responses import Response
 from starlette.types import Send
 
 from server.answer import Answer
-from server.context import Context, context_of
+from server.context import context_of
 from server.documents import GENERATE
 from server.errors import ApiError
 from server.generate_shape import GenerateShape
@@ -28,7 +28,9 @@ async def generate(body: GenerateBody, request: Request) -> Response:
     """Continues text or token ids and reports what the engine did for it."""
     context = context_of(request)
     model = context.model_name(body.model)
-    _judge(context, body)
+    sampling = body.sampling_params
+    context.judge.judge(sampling, request.state.ignored, n=(sampling and sampling.n) or 1, prefix="sampling_params.")
+    context.judge.judge(body, request.state.ignored)
     params = of_generate(body)
     field = "text" if body.text is not None else "input_ids"
     given = body.text if body.text is not None else body.input_ids
@@ -36,6 +38,7 @@ async def generate(body: GenerateBody, request: Request) -> Response:
         raise ApiError(400, "exactly one of text and input_ids is needed", code="invalid_value", param="text")
 
     async def work(send: Send) -> None:
+        context.glance(params.n)
         engine = context.bridge.engine
         reading = context.reading(True, body.parse_special is not False)
         prompts = await context.desk.run(_read, given, field, reading, size=request.state.body_bytes)
@@ -59,6 +62,7 @@ async def generate(body: GenerateBody, request: Request) -> Response:
             priority=body.priority or 0,
             salt=body.cache_salt,
             names={"prompt": field, "max_tokens": "sampling_params.max_new_tokens", "stop": "sampling_params.stop"},
+            fit=sampling is None or "max_new_tokens" not in sampling.model_fields_set,
         )
 
     return Answer(work)
@@ -73,10 +77,3 @@ def _read(given: Any, field: str, reading: Reading) -> list[Prompt]:
             where = field if len(prompts) == 1 else f"{field}[{index}]"
             raise ApiError(400, f"{where} must be {kinds[0]}, but is {kinds[1]}", code="invalid_value", param=where)
     return prompts
-
-
-def _judge(context: Context, body: GenerateBody) -> None:
-    given = body.sampling_params
-    if given is not None:
-        context.judge.judge(given.model_extra, n=given.n or 1, prefix="sampling_params.")
-    context.judge.judge(body.model_extra)

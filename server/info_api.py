@@ -14,7 +14,7 @@ from server.bridge import Phase
 from server.context import TORCH, Context, context_of
 from server.documents import ANY_OBJECT, COUNT, LOOK, READ, answers, describe, fields
 from server.errors import ApiError
-from server.facts import REQUEST_LIMITS, promises, readings
+from server.facts import REQUEST_LIMITS, longest, promises, readings
 from server.prompts import need_tokenizer, read_messages, read_prompts
 from server.schemas import DetokenizeBody, TokenizeBody
 from server.strict_json import MAX_VALUES, JsonRoute, dumps
@@ -47,7 +47,7 @@ async def health(request: Request) -> Response:
         raise ApiError(503, f"an iteration has been running for more than {limit:g} seconds", code="engine_stalled")
     if not request.state.trusted:
         return _json({"status": "ok"})
-    return _json({"status": "ok", "promises": _promises(context), "readings": readings(context.metrics.reading)})
+    return _json({"status": "ok", "promises": _promises(context), "readings": readings(context.metrics)})
 
 
 @router.head("/ready", include_in_schema=False)
@@ -100,7 +100,7 @@ def _card(context: Context, name: str) -> dict[str, Any]:
         "owned_by": "lockstep",
         "root": context.model.name,
         "parent": None,
-        "max_model_len": context.bridge.engine.limits.max_model_len,
+        "max_model_len": longest(context.bridge.engine.limits),
     }
 
 
@@ -118,7 +118,7 @@ async def server_info(request: Request) -> Response:
             "capacity": dict(context.bridge.engine.capacity()),
             **_promises(context),  # flat as well, where routers and benchmark clients look for sizes
             "promises": _promises(context),
-            "readings": readings(context.metrics.reading),
+            "readings": readings(context.metrics),
         }
     )
 
@@ -142,7 +142,7 @@ async def model_info(request: Request) -> Response:
             "model_type": loaded.config.family,
             "vocab_size": loaded.config.vocab_size,
             "weight_types": loaded.weight_types,
-            "max_model_len": context.bridge.engine.limits.max_model_len,
+            "max_model_len": longest(context.bridge.engine.limits),
         }
     )
 
@@ -171,7 +171,8 @@ async def tokenize(body: TokenizeBody, request: Request) -> Response:
     """Token ids of a prompt or of a rendered conversation."""
     context = context_of(request)
     context.model_name(body.model)
-    context.judge.judge(body.model_extra, generates=False)
+    context.judge.judge(body, request.state.ignored, generates=False)
+    context.judge.judge_messages(body.messages or (), request.state.ignored)
     if (body.prompt is None) == (body.messages is None):
         raise ApiError(400, "exactly one of prompt and messages is needed", code="invalid_value", param="prompt")
     data = await context.desk.run(_tokenized, body, context, size=request.state.body_bytes)
@@ -184,7 +185,7 @@ def _tokenized(body: TokenizeBody, context: Context) -> bytes:
     answer: dict[str, Any] = {
         "tokens": ids,
         "count": len(ids),
-        "max_model_len": context.bridge.engine.limits.max_model_len,
+        "max_model_len": longest(context.bridge.engine.limits),
     }
     if body.return_token_strs:
         tokenizer = need_tokenizer(context.model, "return_token_strs")
@@ -208,7 +209,7 @@ async def detokenize(body: DetokenizeBody, request: Request) -> Response:
     """Text of token ids, under vLLM's name (``prompt``) and SGLang's (``text``)."""
     context = context_of(request)
     context.model_name(body.model)
-    context.judge.judge(body.model_extra, generates=False)
+    context.judge.judge(body, request.state.ignored, generates=False)
     tokenizer = need_tokenizer(context.model, "tokens")
     try:
         text = await context.desk.run(

@@ -87,7 +87,10 @@ class Choice:
 
 
 class Generation:
-    """All choices of one HTTP request. Lives on the event loop; ``Choice`` says what the engine thread may touch."""
+    """All choices of one HTTP request. Lives on the event loop; ``Choice`` says what the engine thread may touch.
+
+    ``each``: per prompt, ``params`` with a ``max_tokens`` that fits it; by default they fit all as they are.
+    """
 
     def __init__(
         self,
@@ -98,9 +101,11 @@ class Generation:
         priority: int = 0,
         salt: str | None = None,
         arrived: float = 0.0,
+        each: Sequence[SamplingParams] = (),
     ) -> None:
         self.prompts = tuple(prompts)
         self.params = params
+        self.each = tuple(each) or (params,) * len(self.prompts)
         self.priority = priority
         self.salt = salt
         self.arrived = arrived

@@ -8,7 +8,8 @@ application.
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterator, Mapping
+from collections import Counter as Count
+from collections.abc import Callable, Iterator, Mapping
 from typing import TYPE_CHECKING, TypeVar
 
 import attrs
@@ -139,6 +140,7 @@ class Metrics:
         self.outlet = outlet or Outlet()
         self.model_name = model_name
         self.text_seconds = 0.0
+        self.turned_away: Callable[[], int] = lambda: 0  # requests, by a glance at the queue
         self.reading = Reading()
         self.registry = CollectorRegistry()
         self._ttft = self._histogram("time_to_first_token_seconds", "From arrival to the first token.", _TTFT)
@@ -182,6 +184,10 @@ class Metrics:
         self._queries.labels(*labels).inc(asked)
         self.text_seconds += times.text
         self.reading = Reading.of(engine)
+
+    def refused(self) -> Mapping[str, int]:
+        """Requests that the queue refused, by reason: at the door, and at a glance before it."""
+        return self.reading.counters.refused + Count(queue_full=self.turned_away())
 
     def exposition(self) -> bytes:
         """The text that Prometheus scrapes."""
@@ -231,7 +237,7 @@ class _Readings(Collector):
             yield self._total(name, text, (), {(): value})
         ended = {(reason,): count for reason, count in counters.finished.items()}
         yield self._total("request_success", "Requests that ended, by reason.", ("finished_reason",), ended)
-        refused = {(reason,): count for reason, count in counters.refused.items()}
+        refused = {(reason,): count for reason, count in self._metrics.refused().items()}
         yield self._total("requests_refused", "Requests that the queue refused.", ("reason",), refused)
         replays = {(str(rows), str(width)): count for (rows, width), count in counters.replays.items()}
         yield self._total("replays", "Decode steps replayed from a recorded graph.", ("rows", "width"), replays)

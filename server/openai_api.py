@@ -13,6 +13,7 @@ from server.answer import Answer, refuse_stream_options
 from server.context import Context, context_of
 from server.documents import CHAT, COMPLETION
 from server.errors import ApiError
+from server.fields import Ignored
 from server.logprobs import Namer
 from server.params import of_chat, of_completion
 from server.prompts import Prompt, need_tokenizer, read_messages, read_prompts
@@ -27,10 +28,11 @@ router = APIRouter(route_class=JsonRoute, tags=["OpenAI"])
 async def completions(body: CompletionBody, request: Request) -> Response:
     """Continues a prompt: text, token ids, or a list of either."""
     context = context_of(request)
-    model = _common(context, body)
+    model = _common(context, body, request.state.ignored)
     params = of_completion(body)
 
     async def work(send: Send) -> None:
+        context.glance(params.n)
         reading = context.reading(body.add_special_tokens is not False, body.parse_special is not False)
         prompts = await context.desk.run(read_prompts, body.prompt, "prompt", reading, size=request.state.body_bytes)
         wish = _wish(
@@ -49,6 +51,7 @@ async def completions(body: CompletionBody, request: Request) -> Response:
             stream=bool(body.stream),
             priority=body.priority or 0,
             salt=body.cache_salt,
+            fit=body.max_tokens is None,
         )
 
     return Answer(work)
@@ -58,10 +61,12 @@ async def completions(body: CompletionBody, request: Request) -> Response:
 async def chat(body: ChatBody, request: Request) -> Response:
     """Answers a conversation through the model's chat template."""
     context = context_of(request)
-    model = _common(context, body)
+    model = _common(context, body, request.state.ignored)
+    context.judge.judge_messages(body.messages, request.state.ignored)
     params = of_chat(body)
 
     async def work(send: Send) -> None:
+        context.glance(params.n)
         render = partial(
             read_messages,
             add_generation_prompt=body.add_generation_prompt is not False,
@@ -84,16 +89,14 @@ async def chat(body: ChatBody, request: Request) -> Response:
     return Answer(work)
 
 
-def _common(context: Context, body: OpenAIBody) -> str:
+def _common(context: Context, body: OpenAIBody, ignored: Ignored) -> str:
     """Checks what both bodies share and returns the model's name in the answer."""
     model = context.model_name(body.model)
-    extra = dict(body.model_extra or {})
-    if isinstance(body, ChatBody) and extra.pop("echo", None) not in (None, False):
+    if isinstance(body, ChatBody) and (body.model_extra or {}).get("echo") not in (None, False):
         raise ApiError(400, "echo is not supported in chat", code="unsupported_parameter", param="echo")
-    context.judge.judge(extra, n=body.n or 1)
+    context.judge.judge(body, ignored, n=body.n or 1)
     refuse_stream_options(body.stream, body.stream_options)
-    if body.stream_options is not None:
-        context.judge.judge(body.stream_options.model_extra, prefix="stream_options.")
+    context.judge.judge(body.stream_options, ignored, prefix="stream_options.")
     return model
 
 

@@ -143,6 +143,15 @@ class Options:
         tuple[str, ...],
         _flag(_HTTP, "An origin whose pages may call this server, as https://example.org; may be given several times."),
     ] = ()
+    allowed_hosts: Annotated[
+        tuple[str, ...],
+        _flag(
+            _HTTP,
+            "Names that requests may call this server by (the Host header), as example.org or *.example.org; * is any. By "
+            "default any, and on a loopback address localhost, 127.0.0.1 and [::1] alone.",
+            consume_multiple=True,
+        ),
+    ] = ()
     max_body_bytes: Annotated[int, _flag(_HTTP, "Largest request body.")] = 4 * 2**20
     max_prompt_bytes: Annotated[
         int, _flag(_HTTP, "Most text that one request may have tokenised, in bytes of UTF-8; more is a 400.")

@@ -136,7 +136,16 @@ class OpenAIBody(Sampling):
     """What completions and chat share."""
 
     model: str | None = None
-    max_tokens: Count | None = None
+    max_tokens: (
+        Annotated[
+            Count,
+            Field(
+                description="Left out, or null: for completions 16, or what the context leaves if that is less; for chat "
+                "all that it leaves. A number that does not fit is refused."
+            ),
+        ]
+        | None
+    ) = None
     min_tokens: Count | None = None
     stream: bool | None = None
     stream_options: StreamOptions | None = None
@@ -230,7 +239,10 @@ class ChatBody(OpenAIBody):
 class GenerateSampling(Sampling):
     """SGLang's ``sampling_params``."""
 
-    max_new_tokens: Count | None = 128
+    max_new_tokens: Annotated[
+        Count | None,
+        Field(description="Left out: 128, or what the context leaves if that is less. null: all that it leaves."),
+    ] = 128
     min_new_tokens: Count | None = None
     sampling_seed: Seed | None = None
 

@@ -24,7 +24,7 @@ from fastapi import FastAPI
 
 from engine.config import ConfigError, EngineConfig
 from engine.engine import Engine
-from server import console, logs
+from server import console, hosts, logs
 from server.app import create_lazy_app
 from server.bridge import Phase
 from server.context import Context
@@ -58,7 +58,7 @@ def serve(config: EngineConfig, settings: ServerSettings, sock: socket.socket) -
         finally:
             progress.stop()
 
-    app = create_lazy_app(make, settings)
+    app = create_lazy_app(make, settings, hosts.allowed(settings.allowed_hosts, sock.getsockname()[0]))
     context: Context = app.state.context
     server = _Server(
         uvicorn.Config(

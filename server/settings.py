@@ -10,13 +10,17 @@ from pathlib import Path
 import attrs
 
 from engine.config import ConfigError
-from server import tracing
+from server import hosts, tracing
 from server.check import MODES
 
 LOG_LEVELS = ("debug", "info", "warning", "error")
 LOG_FORMATS = ("text", "json")
 _ORIGIN = re.compile(r"[a-z][a-z0-9+.-]*://[^/?#\s]+")
 _METRIC_PREFIX = re.compile(r"[a-zA-Z_][a-zA-Z0-9_]*")
+
+
+def _host_names(names: Iterable[str]) -> tuple[str, ...]:
+    return tuple(hosts.written(name) for name in names)
 
 
 def _digests(keys: Iterable[str]) -> tuple[bytes, ...]:
@@ -30,7 +34,8 @@ class ServerSettings:
     ``served_model_name``: the names that requests may use; empty means the model's own name. ``api_keys``: with any,
     every path but /health, /ready and /version asks for one. ``admin_keys``: open /debug/* and everything else; without any
     there is no /debug/*. Keys are given as text and kept as digests. ``cors_origins``: whose pages may call this server from
-    a browser; by default nobody's. ``max_prompt_bytes``: see ``Reading``. ``ping_interval``: a
+    a browser; by default nobody's. ``allowed_hosts``: names that requests may call this server by, beside those that it has
+    without: see server/hosts.py. ``max_prompt_bytes``: see ``Reading``. ``ping_interval``: a
     silent stream sends an SSE comment this often. ``send_timeout``: a client that does not read for so long is cut off;
     ``request_timeout``: a request that runs longer ends with an error; 0 is never, for both. ``stall_timeout``: an iteration
     that runs longer makes /health answer 503. ``check``: see server/check.py; ``record``: see server/record.py;
@@ -43,6 +48,7 @@ class ServerSettings:
     api_keys: tuple[bytes, ...] = attrs.field(default=(), repr=False, converter=_digests)
     admin_keys: tuple[bytes, ...] = attrs.field(default=(), repr=False, converter=_digests)
     cors_origins: tuple[str, ...] = ()
+    allowed_hosts: tuple[str, ...] = attrs.field(default=(), converter=_host_names)
     metrics_prefix: str = "lockstep"
     log_level: str = "info"
     log_format: str = "text"
@@ -93,6 +99,13 @@ class ServerSettings:
                 raise ConfigError(
                     "cors_origins",
                     f"cors_origin is {origin!r}, but must be like https://example.org, without a path, or *",
+                )
+        for name in self.allowed_hosts:
+            if not hosts.NAME.fullmatch(name):
+                raise ConfigError(
+                    "allowed_hosts",
+                    f"allowed_hosts holds {name!r}, but names are like example.org, *.example.org, 10.0.0.1 or [::1], without "
+                    "scheme and port, or *",
                 )
         if any(not name for name in self.served_model_name):
             raise ConfigError("served_model_name", "served_model_name holds an empty name")

@@ -70,7 +70,7 @@ async def client(port: int, number: int, seed: int, patience: float) -> Outcome:
         return Outcome(how, kind, error="refused")
     try:
         data = body.get(how) or json.dumps(BODIES[kind]).encode()
-        head = "POST /v1/completions HTTP/1.1\r\nHost: x\r\nConnection: close\r\nContent-Type: application/json\r\n"
+        head = "POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nConnection: close\r\nContent-Type: application/json\r\n"
         writer.write(f"{head}Content-Length: {len(data)}\r\n\r\n".encode() + data)
         if how == "leaves":
             await asyncio.wait(
@@ -137,7 +137,7 @@ async def alone(port: int) -> list[list[int]]:
     for kind, body in enumerate(BODIES):
         reader, writer = await asyncio.open_connection("127.0.0.1", port)
         data = json.dumps(body).encode()
-        head = "POST /v1/completions HTTP/1.1\r\nHost: x\r\nConnection: close\r\nContent-Type: application/json\r\n"
+        head = "POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nConnection: close\r\nContent-Type: application/json\r\n"
         writer.write(f"{head}Content-Length: {len(data)}\r\n\r\n".encode() + data)
         outcome = parse("stays", kind, await reader.read(-1))
         writer.close()

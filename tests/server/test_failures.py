@@ -16,15 +16,18 @@ import pytest
 from starlette.testclient import TestClient
 
 from engine.control.scheduler import Scheduler
+from engine.text.stops import StopSet
+from server import generate_api, openai_api, prompts
 from server.app import create_app, create_lazy_app
 from server.bridge import Bridge, Phase
+from server.context import Context
 from server.live import Choice, Generation
 from server.settings import ServerSettings
 from tests.server.stub import StubRunner, stub_engine
 from tests.server.test_bodies import assert_error, wait_ready
 from tests.server.world import World
 
-COMPLETIONS = "/v1/completions"
+COMPLETIONS, CHATS, GENERATE = "/v1/completions", "/v1/chat/completions", "/generate"
 BODY: dict[str, Any] = {"prompt": "hello", "max_tokens": 8, "ignore_eos": True, "temperature": 0}
 STREAM = BODY | {"stream": True}
 
@@ -105,7 +108,14 @@ def test_text_that_raises_ends_its_request_only(monkeypatch: pytest.MonkeyPatch)
     run(main)
 
 
-def test_queue_full_is_429_and_leaves_no_trace() -> None:
+def no_glance(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Lets every request come to the engine's door."""
+    monkeypatch.setattr(Context, "glance", lambda self, answers=1: None)
+
+
+def test_queue_full_is_429_and_leaves_no_trace(monkeypatch: pytest.MonkeyPatch) -> None:
+    no_glance(monkeypatch)
+
     async def main() -> None:
         world = World(max_num_seqs=1, max_waiting=2)
         first = [world.post(COMPLETIONS, BODY) for _ in range(1)]
@@ -132,7 +142,57 @@ def test_queue_full_is_429_and_leaves_no_trace() -> None:
     run(main)
 
 
-def test_half_a_list_is_not_kept_when_the_rest_is_refused() -> None:
+def test_a_full_queue_and_a_shutdown_are_told_before_any_work(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Neither is a prompt read nor are stop strings compiled for who is turned away; the metrics count them all the same."""
+    worked: list[str] = []
+    for module, name in ((openai_api, "read_prompts"), (openai_api, "read_messages"), (generate_api, "read_prompts")):
+        real = getattr(module, name)
+        monkeypatch.setattr(module, name, lambda *a, real=real, **k: worked.append("reads") or real(*a, **k))
+    monkeypatch.setattr(prompts, "StopSet", lambda stops: worked.append("compiles") or StopSet(stops))
+    full = {"stop": ["x"], "max_tokens": 8, "ignore_eos": True}
+    chat = {"messages": [{"role": "user", "content": "a"}]}
+    generate = {"text": "a", "sampling_params": {"stop": ["x"]}}
+
+    async def main() -> None:
+        world = World(max_num_seqs=1, max_waiting=2)
+        kept = [world.post(COMPLETIONS, {"prompt": "a", **full}) for _ in range(2)]
+        await world.submitted(2)  # on their way: the engine has seen neither
+        assert sorted(worked) == ["compiles"] * 2 + ["reads"] * 2
+        worked.clear()
+        late = [
+            world.post(*ask) for ask in ((COMPLETIONS, {"prompt": "a", **full}), (CHATS, chat), (GENERATE, generate))
+        ]
+        await asyncio.gather(*(exchange.task for exchange in late))
+        assert [exchange.status for exchange in late] == [429] * 3
+        assert "2 requests are waiting, and the queue holds 2" in late[0].json()["error"]["message"]
+        assert worked == []
+        await world.step()  # one of them runs now
+        assert world.bridge.num_waiting == 1
+        pair = world.post(COMPLETIONS, {"prompt": ["a", "b"], **full})  # one alone would fit
+        await pair.task
+        assert (pair.status, worked) == (429, ["reads"])
+        metrics = world.app.state.context.metrics
+        assert metrics.refused() == {"queue_full": 5}
+        assert b'reason="queue_full"} 5.0' in metrics.exposition()
+        many = world.post(COMPLETIONS, {"prompt": "a", "n": 3})  # never fits, however long one waits
+        await many.task
+        assert many.status == 400
+        worked.clear()
+        await world.run(*kept)
+        await world.bridge.drain(0)
+        gone = world.post(COMPLETIONS, {"prompt": "a", **full})
+        await gone.task
+        assert (gone.status, gone.json()["error"]["code"], worked) == (503, "server_shutdown", [])
+        await world.step(2)
+        assert world.bridge.num_waiting == 0
+        assert world.nothing_held()
+
+    run(main)
+
+
+def test_half_a_list_is_not_kept_when_the_rest_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    no_glance(monkeypatch)
+
     async def main() -> None:
         world = World(max_num_seqs=1, max_waiting=3)
         first = world.post(COMPLETIONS, BODY)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator
-from typing import Any
+from typing import Any, cast
 
 import pytest
 import structlog
@@ -12,7 +12,8 @@ from starlette.testclient import TestClient
 
 from server.app import create_app
 from server.asgi import OPEN_PATHS, clean_id
-from server.fields import MAX_NAMES, UNSUPPORTED, FieldJudge
+from server.fields import IGNORED_HEADER, MAX_NAMES, MAX_TOLD, UNSUPPORTED, FieldJudge, Ignored, in_header
+from server.schemas import CompletionBody, GenerateSampling
 from server.settings import ServerSettings
 from tests.server.stub import stub_engine
 from tests.server.test_bodies import assert_error, wait_ready
@@ -160,14 +161,67 @@ def test_what_nobody_foresaw_is_an_error_object_too(client: TestClient, monkeypa
     assert response.headers["x-request-id"]
 
 
+def completion(**extra: Any) -> CompletionBody:
+    return CompletionBody.model_validate({"prompt": "x", **extra})
+
+
 def test_unknown_fields_are_named_once() -> None:
-    judge = FieldJudge()
+    judge, ignored = FieldJudge(), Ignored()
     with structlog.testing.capture_logs() as logs:
         for _ in range(3):
-            judge.judge({"new_thing": 1, "user": "me", "rid": "x"})
-        judge.judge({f"f{i}": 1 for i in range(2 * MAX_NAMES)})
+            judge.judge(completion(new_thing=1, user="me", rid="x"), ignored)
+        judge.judge(completion(**{f"f{i}": 1 for i in range(2 * MAX_NAMES)}), ignored)
     assert [entry["field"] for entry in logs[:1]] == ["new_thing"]
     assert len(logs) == MAX_NAMES
+    assert len(ignored) == MAX_TOLD + 1
+    assert in_header(ignored) == "new_thing, f0, f1, f2, f3, f4, f5, f6, ..."
+
+
+def told(response: Any) -> str | None:
+    assert response.status_code == 200, response.text
+    return cast("str | None", response.headers.get(IGNORED_HEADER))
+
+
+def test_the_client_is_told_every_time_what_was_ignored(client: TestClient) -> None:
+    chat = {"messages": [{"role": "user", "content": "a", "refusal": "no", "mood": 1, "maybe": None}], "max_tokens": 2}
+    generate = {"text": "a", "sampling_params": {"max_new_tokens": 2, "max_new_token": 3}, "steam": True}
+    for _ in range(2):
+        assert told(client.post(COMPLETIONS, json=BODY | {"max_token": 3})) == "max_token"
+        stream = client.post(COMPLETIONS, json=BODY | {"max_token": 3, "stream": True})
+        assert (told(stream), stream.text.endswith("[DONE]\n\n")) == ("max_token", True)
+        options = {"stream": True, "stream_options": {"include_usages": True}}
+        assert told(client.post(COMPLETIONS, json=BODY | options)) == "stream_options.include_usages"
+        assert told(client.post("/v1/chat/completions", json=chat)) == "messages[].mood"
+        assert told(client.post("/generate", json=generate)) == "sampling_params.max_new_token, steam"
+        assert told(client.post("/tokenize", json={"prompt": "a", "max_tokens": 3})) == "max_tokens"
+    known = {"user": "me", "store": True, "echo": False, "top_k": -1, "suffix": None, "sampling_seed": None}
+    assert told(client.post(COMPLETIONS, json=BODY | known)) is None
+    refused = client.post(COMPLETIONS, json=BODY | {"max_token": 3, "max_tokens": -1})
+    assert_error(refused, 400)
+
+
+def test_what_a_stranger_names_a_field_cannot_break_the_header(client: TestClient) -> None:
+    odd = {"a, b": 1, "x\r\nSet-Cookie: a=b": 1, "\u00e9\x01": 1, "n" * 500: 1, "": 1}
+    content = json.dumps(BODY | odd)
+    answer = client.post(COMPLETIONS, content=content, headers={"content-type": "application/json"})
+    names = (told(answer) or "").split(", ")
+    assert names == ["a%2C%20b", "x%0D%0ASet-Cookie%3A%20a%3Db", "%C3%A9%01", "n" * 61 + "...", ""]
+    many = client.post(COMPLETIONS, json=BODY | {"\u00e9" * 60 + str(i): 1 for i in range(12)})
+    assert len(told(many) or "") < 700
+
+
+def test_the_name_that_was_meant_is_in_the_log() -> None:
+    judge, ignored = FieldJudge(), Ignored()
+    with structlog.testing.capture_logs() as logs:
+        judge.judge(completion(max_token=1, Temperature=0, tmperature=0, zzz=1), ignored)
+        judge.judge(GenerateSampling.model_validate({"max_tokns": 1}), ignored, prefix="sampling_params.")
+    assert [(entry["field"], entry.get("did_you_mean")) for entry in logs] == [
+        ("max_token", "max_tokens"),
+        ("Temperature", "temperature"),
+        ("tmperature", "temperature"),
+        ("zzz", None),
+        ("sampling_params.max_tokns", "sampling_params.max_new_tokens"),
+    ]
 
 
 @pytest.mark.parametrize("name", UNSUPPORTED)

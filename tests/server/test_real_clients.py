@@ -172,7 +172,7 @@ def send(served: Served, body: bytes) -> socket.socket:
     sock = socket.create_connection(("127.0.0.1", served.port), timeout=10)
     lines = [
         "POST /v1/completions HTTP/1.1",
-        "Host: x",
+        "Host: localhost",
         "Content-Type: application/json",
         f"Content-Length: {len(body)}",
     ]

@@ -71,6 +71,7 @@ def test_neither_torch_nor_fastapi_is_imported(arguments: list[str]) -> None:
         (["--num-kv-blocks", "0"], ["num_kv_blocks", "0"]),
         (["--log-level", "loud"], ["loud", "warning"]),
         (["--metrics-prefix", "a-b"], ["metrics_prefix", "a-b"]),
+        (["--allowed-hosts", "http://a.org"], ["allowed_hosts", "http://a.org", "example.org"]),
         (["--drain-timeout", "-1"], ["drain_timeout", "-1"]),
         (["--config", "/nope.toml"], ["/nope.toml"]),
         (["--host", "192.0.2.1", "--port", "0"], ["192.0.2.1"]),
