@@ -29,9 +29,10 @@ from typing import Any
 
 FORMAT = "workload/1"
 VOCAB = 251  # ids 0..250; a prime, so that affine token functions do not repeat within it
-OUTSIDE = "!"  # the stream whose ids lie outside the vocabulary: the door must refuse it
+OUTSIDE, BELOW = "!", "!-"  # streams whose ids lie behind the vocabulary, and below 0: the door must refuse both
 ANSWER = "answer/"  # "answer/3" is what request 3 generates on the ledger rung: for prompts that go on from there
-MAX_TOTAL = 1 << 20  # bound of one prompt and of every number in a file: a workload is small or it is a mistake
+MAX_TOTAL = 1 << 20  # bound of one prompt and of most numbers in a file: a workload is small or it is a mistake
+INT32 = (-(2**31), 2**31 - 1)  # of what a request may say over HTTP, and a recording must be able to repeat
 
 CLIENTS = ("streams", "whole", "stalls", "leaves")
 """streams reads every piece as it comes; whole asks for one answer at the end; stalls streams, but does not read for some
@@ -118,7 +119,7 @@ class Submit:
             _text(stream, "submit.prompt stream")
             _number(length, f"submit.prompt length of {stream!r}", 0)
         if self.max_tokens is not None:
-            _number(self.max_tokens, "submit.max_tokens", 0)
+            _number(self.max_tokens, "submit.max_tokens", 0, INT32[1])
         if self.stop_at is not None:
             _number(self.stop_at, "submit.stop_at", 1)
         if self.stop_text is not None:
@@ -128,7 +129,7 @@ class Submit:
                 raise FormatError(f"submit.{name} is {getattr(self, name)!r}, but must be true or false")
         if self.client not in CLIENTS:
             raise FormatError(f"submit.client is {self.client!r}, but must be one of {', '.join(CLIENTS)}")
-        _number(self.priority, "submit.priority", -MAX_TOTAL)
+        _number(self.priority, "submit.priority", *INT32)
         _number(self.min_tokens, "submit.min_tokens", 0)
         _number(self.n, "submit.n", 1, 64)
         if self.seed is not None:
@@ -212,9 +213,11 @@ def answer_token(request: int, k: int) -> int:
 
 
 def stream_token(stream: str, position: int) -> int:
-    """The token at ``position`` of a named stream, in 0..VOCAB-1; of the stream "!" outside it."""
+    """The token at ``position`` of a named stream, in 0..VOCAB-1; of the streams "!" and "!-" outside it."""
     if stream == OUTSIDE:
         return VOCAB + position
+    if stream == BELOW:
+        return -1 - position
     if stream.startswith(ANSWER) and stream[len(ANSWER) :].isdecimal():
         return answer_token(int(stream[len(ANSWER) :]), position)
     return zlib.crc32(f"{stream}/{position}".encode()) % VOCAB

@@ -64,6 +64,10 @@ FLOORS: Mapping[str, float] = {
     "failed step": 0.1,
     "shutdown": 0.015,
     "left at once": 0.04,
+    # what is rare
+    "asked for no hits": 0.012,
+    "four salts": 0.01,
+    "priority beyond 1": 0.03,
     # text
     "stopped by a string": 0.05,
     "text held back": 0.4,
@@ -72,6 +76,7 @@ FLOORS: Mapping[str, float] = {
     "refused": 0.08,
     "refused: empty_prompt": 0.03,
     "refused: token_out_of_range": 0.03,
+    "refused: id below 0": 0.01,
     "refused: max_tokens": 0.02,
     "refused: max_model_len": 0.04,
     "refused: pool": 0.01,

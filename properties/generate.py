@@ -25,6 +25,7 @@ import attrs
 
 from engine.trace import ANSWER, OUTSIDE, Abort, Event, FailStep, Shape, Submit, Workload
 from properties.dressing import dress
+from properties.rarities import season
 
 T = TypeVar("T")
 
@@ -91,7 +92,7 @@ def workload(source: Source, shapes: Sequence[str] = SHAPES) -> Workload:
         events = tuple(source.many(lambda s: _event(s, swarm), least, 3 * least + 2))
     if swarm.shape == "family":
         events = tuple(_turns(source, swarm, events))
-    return dress(source, Workload(_shape(source, swarm, events), events))
+    return season(source, dress(source, Workload(_shape(source, swarm, events), events)))
 
 
 def _swarm(source: Source, shapes: Sequence[str]) -> Swarm:

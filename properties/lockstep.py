@@ -33,7 +33,7 @@ from properties.occurrences import Occurrences
 from properties.play import Stop, play
 from properties.rung_ledger import LedgerRung
 from properties.rungs import MakeRung, Rung
-from properties.solo import AffineOracle, Oracle
+from properties.solo import AffineOracle, Oracle, askable
 from properties.solo_text import SILENT, Script, script
 from properties.tally import Caller, Totals, judge
 
@@ -200,12 +200,13 @@ class Lockstep:
                 text = script.texts[at] if script.texts else SILENT
                 self._callers[request] = Caller.of(request, event, settled, stops, text)
                 self._answers[request] = range(first_id, self._submitted)
+            self._occurrences.accepted(event)
             if event.client == "leaves":
                 self._occurrences.happened("left at once")
         except Refused as refusal:
             theirs = refusal.reason
             self._events[-1] = f"({self._events[-1]} {refusal.reason})"
-            self._occurrences.refused(refusal.reason)
+            self._occurrences.refused(refusal.reason, event)
         if self._rung is not None and mine != theirs and self._watching("decisions"):
             fact = Fact(f"submit r{first_id}", _answer(mine), _answer(theirs))
             self._found(Finding("decisions", self._iteration + 1, "the door differs", (fact,)))
@@ -213,7 +214,7 @@ class Lockstep:
     def _script(self, event: Submit, first_id: int, stops: frozenset[int], max_tokens: int) -> Script:
         """What is asked for alone. The oracle is not asked about what the door refuses for its prompt or its length."""
         prompt = prompt_tokens(event.prompt)
-        if not prompt or max(prompt) >= VOCAB or len(prompt) + max_tokens > self._shape.max_model_len or max_tokens < 1:
+        if not askable(prompt) or len(prompt) + max_tokens > self._shape.max_model_len or max_tokens < 1:
             return Script((), ())
         return script(self._oracle, first_id, event, stops, max_tokens, self._shape)
 

@@ -10,7 +10,7 @@ from collections import Counter
 from collections.abc import Mapping
 from typing import Any
 
-from engine.trace import Shape
+from engine.trace import Shape, Submit, prompt_tokens
 from properties import diff
 
 State = Mapping[str, Any]
@@ -22,13 +22,21 @@ class Occurrences:
         self._seen: Counter[str] = Counter()
         self._preempted: Counter[int] = Counter()
         self._used_rows: set[int] = set()
+        self._salts: set[str] = set()
 
     def counts(self) -> Counter[str]:
         return self._seen
 
-    def refused(self, reason: str) -> None:
+    def accepted(self, event: Submit) -> None:
+        self._salts.add(event.salt)
+        self._seen["asked for no hits"] += self.shape.prefix_cache and not event.takes_hits
+        self._seen["four salts"] += self.shape.prefix_cache and len(self._salts) >= 4
+        self._seen["priority beyond 1"] += abs(event.priority) > 1
+
+    def refused(self, reason: str, event: Submit) -> None:
         self._seen["refused"] += 1
         self._seen[f"refused: {reason}"] += 1
+        self._seen["refused: id below 0"] += reason == "token_out_of_range" and min(prompt_tokens(event.prompt)) < 0
 
     def abort(self, request: int, status: str) -> None:
         if status == "waiting" and self._preempted[request]:

@@ -12,13 +12,14 @@ from typing import Any
 
 import numpy as np
 
-from engine.trace import VOCAB, Shape, Submit, prompt_tokens
+from engine.trace import Shape, Submit, prompt_tokens
 from properties.cache_cells import Touched, place
 from properties.checks import Fact
 from properties.compute_rung import ComputeRung, must_fit, some
 from properties.diff import Known
 from properties.digest_network import DigestNetwork
 from properties.digests import Chain, allowed
+from properties.solo import askable
 
 POISON = np.array(
     [0x0BADBADBADBADBAD, -1]
@@ -37,7 +38,7 @@ class DigestOracle:
     def stop_ids(self, first_id: int, event: Submit) -> frozenset[int]:
         """All choices of a submission are told the same: a digest knows no seed."""
         prompt = prompt_tokens(event.prompt)
-        if not prompt or max(prompt) >= VOCAB or len(prompt) >= self._longest:
+        if not askable(prompt) or len(prompt) >= self._longest:
             return frozenset()  # the door refuses it, so nobody will ask
         stops: frozenset[int] = frozenset()
         if event.stop_at is not None and len(prompt) + event.stop_at <= self._longest:

@@ -15,11 +15,12 @@ import torch
 from torch import Tensor
 
 from engine.compute.kv import KVPool
-from engine.trace import VOCAB, Shape, Submit, prompt_tokens
+from engine.trace import Shape, Submit, prompt_tokens
 from properties.cache_cells import Touched, place
 from properties.checks import Fact
 from properties.compute_rung import ComputeRung, must_fit, some
 from properties.sampled import Sampling, sampling_of
+from properties.solo import askable
 from properties.solo_transformer import Question, alone
 from properties.tiny_network import tiny_network
 
@@ -37,7 +38,7 @@ class SoloOracle:
     def stop_ids(self, first_id: int, event: Submit) -> frozenset[int]:
         prompt = prompt_tokens(event.prompt)
         longest = self._shape.max_model_len
-        if not prompt or max(prompt) >= VOCAB or len(prompt) >= longest:
+        if not askable(prompt) or len(prompt) >= longest:
             return frozenset()  # the door refuses it, so nobody will ask
         stops: frozenset[int] = frozenset()
         if event.stop_at is not None and len(prompt) + event.stop_at <= longest:

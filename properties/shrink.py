@@ -15,7 +15,7 @@ from dataclasses import fields, replace
 from string import ascii_lowercase
 from typing import Any
 
-from engine.trace import ANSWER, OUTSIDE, Abort, Event, FailStep, FormatError, Shape, Submit, Workload
+from engine.trace import ANSWER, BELOW, OUTSIDE, Abort, Event, FailStep, FormatError, Shape, Submit, Workload
 
 Fails = Callable[[Workload], bool]
 
@@ -126,7 +126,7 @@ def _renamed(workload: Workload) -> Iterator[Workload]:
     """The streams called a, b, c in order of appearance; what stands for an answer, or outside the vocabulary, keeps its name."""
     submits = [event for event in workload.events if isinstance(event, Submit)]
     streams = dict.fromkeys(stream for event in submits for stream, _ in event.prompt)
-    plain = [stream for stream in streams if stream != OUTSIDE and not _is_answer(stream)]
+    plain = [stream for stream in streams if stream not in (OUTSIDE, BELOW) and not _is_answer(stream)]
     names = dict(
         zip(plain, ascii_lowercase, strict=False)
     )  # those beyond the 26th keep theirs, if it is nobody's by now

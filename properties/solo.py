@@ -10,7 +10,7 @@ from typing import Protocol
 
 import attrs
 
-from engine.trace import Submit, answer_token
+from engine.trace import VOCAB, Submit, answer_token
 
 
 @attrs.frozen
@@ -46,6 +46,11 @@ class Oracle(Protocol):
     def token(self, request: int, k: int) -> int:
         """The k-th generated token (from 0) of a request that runs alone, in 0..VOCAB-1."""
         ...
+
+
+def askable(prompt: tuple[int, ...]) -> bool:
+    """Whether it has tokens, all of them in the vocabulary: the door refuses the others, and no oracle knows them."""
+    return bool(prompt) and min(prompt) >= 0 and max(prompt) < VOCAB
 
 
 def outcome(

@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import replace
 from typing import TypeVar
 
 from hypothesis import strategies as st
 from hypothesis.strategies import DrawFn
 
-from engine.trace import Event, Submit, Workload
+from engine.trace import Workload
 from properties import generate
 from properties.generate import Source
 
@@ -43,15 +42,4 @@ def _made(draw: DrawFn, make: Callable[[Source], T]) -> T:
 
 @st.composite
 def workloads(draw: DrawFn) -> Workload:
-    source = HypothesisSource(draw)
-    made = generate.workload(source, SHAPES)
-    if made.shape.prefix_cache and source.pick((False, False, True)):
-        return replace(made, events=tuple([_maybe_without_hits(source, event) for event in made.events]))
-    return made
-
-
-def _maybe_without_hits(source: Source, event: Event) -> Event:
-    """Rule 11.7. Drawn here and not in ``generate``, so that the plain hunter's numbered workloads stay the same."""
-    if isinstance(event, Submit) and source.pick((True, False)) is False:
-        return replace(event, takes_hits=False)
-    return event
+    return generate.workload(HypothesisSource(draw), SHAPES)
