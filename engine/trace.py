@@ -38,6 +38,9 @@ CLIENTS = ("streams", "whole", "stalls", "leaves")
 """streams reads every piece as it comes; whole asks for one answer at the end; stalls streams, but does not read for some
 iterations; leaves is gone before the engine hears of the request, which is an abort of all its choices."""
 
+FAILURES = ("sampling", "text")
+"""sampling has the logits of the row hold no token (rule 13.7); text raises where the token is made text (rule 13.8)."""
+
 Upgrade = Callable[[dict[str, Any]], dict[str, Any]]
 UPGRADES: Mapping[str, Upgrade] = {}
 """From an old format to the next newer one, kept for ever: ``{"workload/0": upgrade_0}``. None is needed yet."""
@@ -95,7 +98,8 @@ class Submit:
     ``max_tokens`` None asks for the most that the limits allow. ``temperature`` 0 is greedy. ``stop_text`` k makes stop
     strings of the request's own text around the k-th generated token (from 1), ``include_stop`` has the match told.
     ``client`` says how the answer is read, where there are clients: see ``CLIENTS``. Without ``takes_hits`` every position is
-    computed (rule 11), as for prompt logprobs.
+    computed (rule 11), as for prompt logprobs. ``fail_at`` k has the first choice fail, by ``fail_by`` of ``FAILURES``, at its
+    k-th generated token (from 1), if it gets that far.
     """
 
     wait: int
@@ -112,6 +116,8 @@ class Submit:
     include_stop: bool = False
     client: str = "streams"
     takes_hits: bool = True
+    fail_at: int | None = None
+    fail_by: str = "sampling"
 
     def __post_init__(self) -> None:
         _number(self.wait, "wait", 0)
@@ -120,10 +126,11 @@ class Submit:
             _number(length, f"submit.prompt length of {stream!r}", 0)
         if self.max_tokens is not None:
             _number(self.max_tokens, "submit.max_tokens", 0, INT32[1])
-        if self.stop_at is not None:
-            _number(self.stop_at, "submit.stop_at", 1)
-        if self.stop_text is not None:
-            _number(self.stop_text, "submit.stop_text", 1)
+        for name in ("stop_at", "stop_text", "fail_at"):
+            if getattr(self, name) is not None:
+                _number(getattr(self, name), f"submit.{name}", 1)
+        if self.fail_by not in FAILURES:
+            raise FormatError(f"submit.fail_by is {self.fail_by!r}, but must be one of {', '.join(FAILURES)}")
         for name in ("include_stop", "takes_hits"):
             if not isinstance(getattr(self, name), bool):
                 raise FormatError(f"submit.{name} is {getattr(self, name)!r}, but must be true or false")
@@ -139,6 +146,10 @@ class Submit:
         _text(self.salt, "submit.salt")
         if self.prompt_len > MAX_TOTAL:
             raise FormatError(f"submit.prompt has {self.prompt_len} tokens, but at most {MAX_TOTAL} are allowed")
+
+    def fails(self, by: str) -> int | None:
+        """The generated token (from 1) at which the first choice fails in that way."""
+        return self.fail_at if self.fail_by == by else None
 
     @property
     def prompt_len(self) -> int:

@@ -4,7 +4,8 @@ into the cache around every step.
     Engine -> Watch -> PlanRunner -> Tripwire -> network
               poison everything that nobody owns, before; see what changed, after
 
-A step that the workload has fail fails inside: in the decode step when there is one, behind a finished prefill, else in the
+Where the workload has a row fail, its logits are spoiled in front of the production sampler. A step that the workload has fail
+fails inside: in the decode step when there is one, behind a finished prefill, else in the
 prefill. Whatever else the runner raises is a finding, though the engine contains it.
 """
 
@@ -20,14 +21,16 @@ from engine.compute.graphs import Do, Graphs, Shape, Step
 from engine.compute.network import MakeNetwork, Network, Pool, Sizes, Span, Tokens, draw_of
 from engine.compute.runner import PlanRunner
 from engine.compute.sampler import Draw
-from engine.control.plan import Plan, Sampled
+from engine.control.plan import Chunk, Decode, Plan, Sampled
 from engine.control.record import StepRecord
+from engine.native.draw import NativeDraw
 from engine.trace import Shape as WorkloadShape
 from engine.trace import Submit
 from properties.cache_cells import Touched, touched
 from properties.checks import Fact
 from properties.diff import Known
-from properties.rungs import INJECTED, EngineRung, StepFailed, Unavailable, limits
+from properties.row_failures import INJECTED, KINDS, spoil
+from properties.rungs import EngineRung, StepFailed, Unavailable, limits
 from properties.sampled import sampling_of
 from properties.solo import Oracle
 
@@ -112,6 +115,25 @@ class _TripGraphs:
         return self._inner.nbytes
 
 
+class Spoiler:
+    """Stands in front of the sampler and spoils the logits of ``doomed``: places in the list of rows, and how."""
+
+    def __init__(self, runner: PlanRunner, network: Network) -> None:
+        self._sampler, self._draw = runner.sampler, draw_of(network)
+        self.doomed: Mapping[int, str] = {}
+        setattr(runner.sampler, "sample", self.sample)  # noqa: B010 - of this one sampler, whatever is armed in its class
+
+    def sample(self, logits: Tensor, rows: Sequence[int], positions: Sequence[int]) -> list[Sampled]:
+        if self.doomed:
+            draw, peaks = self._draw, None
+            if isinstance(draw, NativeDraw) and logits.data_ptr() == draw._head:  # the head left its peaks as well
+                peaks = draw._peaks(len(rows))
+            with torch.inference_mode():
+                for at, kind in self.doomed.items():
+                    spoil(logits[at], None if peaks is None else peaks[at], kind)
+        return type(self._sampler).sample(self._sampler, logits, rows, positions)
+
+
 class CacheWatch(Protocol):
     """What a rung does with its cache around a step."""
 
@@ -127,6 +149,8 @@ class Watch:
 
     def __init__(self, inner: PlanRunner, wire: Tripwire, cache: CacheWatch) -> None:
         self._inner, self._wire, self._cache = inner, wire, cache
+        self._spoiler = Spoiler(inner, wire)
+        self.dead: Mapping[int, int] = {}  # see EngineRung
         self.expected: Touched | None = None
         self.fails = False
         self.raised: Exception | None = None
@@ -135,6 +159,7 @@ class Watch:
         if self.expected is not None:
             self._cache.before(self.expected)
         self._wire.armed = ("decode" if plan.decodes else "prefill") if self.fails else None
+        self._spoiler.doomed = self._doomed(plan)
         try:
             return self._inner.execute(plan)
         except StepFailed:
@@ -142,6 +167,21 @@ class Watch:
         except Exception as error:
             self.raised = error  # the engine contains what execute raises; the harness wants to know
             raise
+
+    def _doomed(self, plan: Plan) -> dict[int, str]:
+        """Places of ``plan.sampling`` whose token would stand where the workload has its row fail."""
+        if not self.dead:
+            return {}
+        ends = [_next_position(entry) for entry in plan.sampling]
+        return {
+            at: KINDS[end % len(KINDS)]
+            for at, (entry, end) in enumerate(zip(plan.sampling, ends, strict=True))
+            if self.dead.get(entry.request) == end
+        }
+
+
+def _next_position(entry: Chunk | Decode) -> int:
+    return entry.start + len(entry.tokens) if isinstance(entry, Chunk) else entry.position + 1
 
 
 class ComputeRung(EngineRung):
@@ -166,6 +206,7 @@ class ComputeRung(EngineRung):
         self._cache = self.watch()
         self._watch = Watch(self.runner, wires[0], self._cache)
         super().__init__(shape, self._watch, oracle)
+        self._watch.dead = self.dead
 
     def watch(self) -> CacheWatch:
         raise NotImplementedError

@@ -210,7 +210,8 @@ def tokens(record: StepRecord, step: Step, known: Mapping[int, Known]) -> tuple[
 
 def text(told: Mapping[int, str], step: Step, known: Mapping[int, Listening]) -> tuple[Fact, ...]:
     """Told is exactly what is certain, and at the end exactly the text alone; an abort or an error adds nothing."""
-    sampled = {request for request, _ in step["sampled"]}
+    failed = {request for request, reason in step["finished"] if reason == "error"}
+    sampled = {request for request, _ in step["sampled"]} - failed
     whole = {request for request, reason in step["finished"] if reason in ("stop", "length")}
     pairs: list[tuple[str, object, object]] = []
     for request, mine in told.items():

@@ -143,6 +143,7 @@ class Lockstep:
         self._callers: dict[int, Caller] = {}
         self._answers: dict[int, range] = {}  # all choices of the submission that a request is one of
         self._over: set[int] = set()  # ended, or asked to
+        self._dead: dict[int, int] = {}  # requests whose row cannot be sampled, and at which token (from 1)
         self._totals = Totals()
         self._contents = Contents(salts_of(workload))
         self._occurrences = Occurrences(workload.shape)
@@ -195,11 +196,15 @@ class Lockstep:
                 salt=event.salt or None,
                 takes_hits=event.takes_hits,
                 stop_after=script.after,
+                text_fails=(event.fails("text"), *[None] * (event.n - 1)),
             )
+            if (dead_at := event.fails("sampling")) is not None:
+                self._dead[first_id] = dead_at
             for at, request in enumerate(theirs):
                 text = script.texts[at] if script.texts else SILENT
                 self._callers[request] = Caller.of(request, event, settled, stops, text)
                 self._answers[request] = range(first_id, self._submitted)
+            self._callers[first_id] = self._callers[first_id].failing(event)
             self._occurrences.accepted(event)
             if event.client == "leaves":
                 self._occurrences.happened("left at once")
@@ -253,7 +258,7 @@ class Lockstep:
         before = self._state
         step: dict[str, Any] = {}
         if self._model.has_work:
-            step = self._model.step(self._oracle.token, fails)
+            step = self._model.step(self._token, fails)
             self._state = self._model.state()
             self._occurrences.step(step, before, self._state)
         record: Any = None
@@ -268,13 +273,15 @@ class Lockstep:
             self._guarded(lambda: self._compare(rung, record, ledger, step, before), self._iteration)
         else:
             self._keep(step, record, ledger)
+        failed = {request for request, reason in step.get("finished", ()) if reason == "error"}
         for request, token in step.get("sampled", ()):
-            self._callers[request].tokens.append(token)
-            for name in self._callers[request].told_now():
-                self._occurrences.happened(name)
+            if request not in failed:  # nobody is told a token whose text failed
+                self._callers[request].tokens.append(token)
+                for name in self._callers[request].told_now():
+                    self._occurrences.happened(name)
         self._over.update(request for request, _ in step.get("finished", ()))
-        if step.get("error") and self._rung is not None and self._rung.shared:
-            for request, _ in step["finished"]:  # who is told of the failure asks for no more
+        if self._rung is not None and self._rung.shared:
+            for request in sorted(failed):  # who is told of the failure asks for no more
                 self._forget(request)
         if self._iteration == self._until:
             raise Stop
@@ -283,6 +290,10 @@ class Lockstep:
             if self._watching("drain"):
                 self._found(Finding("drain", self._iteration, f"work is left after {self._iteration} iterations"))
             raise Stop
+
+    def _token(self, request: int, k: int) -> int | None:
+        """What the specification is told (SPEC 14.1)."""
+        return None if self._dead.get(request) == k + 1 else self._oracle.token(request, k)
 
     # Comparing ---------------------------------------------------------------------------------------------------
 

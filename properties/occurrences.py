@@ -66,10 +66,20 @@ class Occurrences:
             self._seen["mixed step"] += bool(step["decodes"])
         if step["error"] and step["finished"]:
             self._seen["failed step"] += 1
+        elif step["finished"]:
+            self._failures(step)
         if step["aborted"]:
             self._seen["finished: abort"] += 1
         for _, reason in step["finished"]:
             self._seen[f"finished: {reason}"] += 1
+
+    def _failures(self, step: State) -> None:
+        """SPEC 13.7 and 13.8, and whether anybody was there to be hurt."""
+        sampled = {request for request, _ in step["sampled"]}
+        failed = {request for request, reason in step["finished"] if reason == "error"}
+        self._seen["row without a token"] += len(failed - sampled)
+        self._seen["text failed"] += len(failed & sampled)
+        self._seen["went on beside a failure"] += bool(failed and sampled - failed)
 
     def _preemptions(self, step: State, before: State) -> None:
         victims = step["preempted"]

@@ -26,9 +26,9 @@ class Readers:
             TextStream(self._vocabulary, prompt, stop=stops, include_stop=event.include_stop) for _ in range(event.n)
         )
 
-    def add(self, requests: Sequence[int], texts: Sequence[TextStream], stops: Sequence[str]) -> None:
+    def add(self, requests: Sequence[int], texts: Sequence[TextStream], in_commit: bool) -> None:
         for request, text in zip(requests, texts, strict=True):
-            self._reading[request] = (text, bool(stops))
+            self._reading[request] = (text, in_commit)
 
     def hear(self, record: StepRecord) -> Mapping[int, str]:
         """What each caller of this iteration has been told since it began. An abort or an error tells nothing more."""

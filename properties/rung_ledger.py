@@ -7,13 +7,14 @@ in the row and at which position: a plan that names a wrong row or position yiel
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
-from engine.control.plan import Chunk, Decode, Plan, Sampled
+from engine.control.plan import NO_TOKEN, Chunk, Decode, Plan, Sampled
 from engine.control.record import StepRecord
 from engine.trace import Shape, answer_token
 from properties import solo
-from properties.rungs import INJECTED, EngineRung, StepFailed
+from properties.row_failures import INJECTED
+from properties.rungs import EngineRung, StepFailed
 
 
 class BadPlan(Exception):
@@ -21,10 +22,11 @@ class BadPlan(Exception):
 
 
 class StubRunner:
-    """Rows and prompt lengths, nothing else: ``rows[row] = (request, prompt_len)``."""
+    """Rows and prompt lengths, nothing else: ``rows[row] = (request, prompt_len)``. ``dead``: see ``EngineRung``."""
 
     def __init__(self) -> None:
         self.rows: dict[int, tuple[int, int]] = {}
+        self.dead: Mapping[int, int] = {}
         self.fails = False
         self.bad: BadPlan | None = None
 
@@ -33,7 +35,7 @@ class StubRunner:
             self._apply(plan)
             if self.fails and plan.forwards:  # after the row operations; where nothing is computed, nothing can fail
                 raise StepFailed(INJECTED)
-            return [Sampled(self._token(entry)) for entry in plan.sampling]
+            return [self._sample(entry) for entry in plan.sampling]
         except BadPlan as bad:
             self.bad = bad  # the engine contains what execute raises; the harness wants to know
             raise
@@ -56,12 +58,14 @@ class StubRunner:
                 )
             self.rows[seat.row] = (seat.request, seat.prompt_len)
 
-    def _token(self, entry: Chunk | Decode) -> int:
+    def _sample(self, entry: Chunk | Decode) -> Sampled:
         if entry.row not in self.rows:
             raise BadPlan(f"the plan samples row {entry.row}, but nobody sits there")
         request, prompt_len = self.rows[entry.row]
         last = entry.position if isinstance(entry, Decode) else entry.start + len(entry.tokens) - 1
-        return answer_token(request, last + 1 - prompt_len)
+        if self.dead.get(request) == last + 1:
+            return Sampled(NO_TOKEN, failure=INJECTED)
+        return Sampled(answer_token(request, last + 1 - prompt_len))
 
 
 class LedgerRung(EngineRung):
@@ -70,6 +74,7 @@ class LedgerRung(EngineRung):
     def __init__(self, shape: Shape) -> None:
         self._runner = StubRunner()
         super().__init__(shape, self._runner, solo.AffineOracle())
+        self._runner.dead = self.dead
 
     def step(self, *, fails: bool) -> StepRecord:
         """One iteration. Raises ``BadPlan``, and whatever the engine raises where it should not."""

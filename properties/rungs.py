@@ -27,9 +27,8 @@ from engine.trace import VOCAB, Shape, Submit, prompt_tokens
 from properties.checks import Fact
 from properties.diff import Known
 from properties.readers import Readers
+from properties.row_failures import spoken
 from properties.solo import Oracle
-
-INJECTED = "injected by the workload"
 
 
 class Rung(Protocol):
@@ -106,6 +105,7 @@ class EngineRung:
         self.oracle = oracle
         self._engine = Engine(limits(shape), runner)
         self._readers = Readers(shape.byte_fallback)
+        self.dead: dict[int, int] = {}  # requests whose row cannot be sampled, and where the token would stand
 
     @property
     def has_work(self) -> bool:
@@ -119,6 +119,7 @@ class EngineRung:
         self, event: Submit, first_id: int, stop_ids: frozenset[int], stops: tuple[str, ...] = ()
     ) -> tuple[int, ...]:
         texts = self._readers.open(event, stops)
+        in_commit = bool(stops) or event.fails("text") is not None
         submission = Submission(
             prompt=prompt_tokens(event.prompt),
             max_tokens=event.max_tokens,
@@ -128,11 +129,17 @@ class EngineRung:
             salt=event.salt or None,
             takes_hits=event.takes_hits,
             payloads=self.payloads(event, stop_ids),
-            texts=texts if stops else (),
+            texts=spoken(texts, event) if in_commit else (),
         )
         requests = self._engine.scheduler.submit(submission, event.n)  # the door itself, which also judges max_tokens 0
-        self._readers.add(requests, texts, stops)
+        self._readers.add(requests, texts, in_commit)
+        self.condemn(requests[0], event)
         return requests
+
+    def condemn(self, request: int, event: Submit) -> None:
+        """Notes that the row of an accepted request fails, if the workload says so. The rung's runner makes it true."""
+        if (at := event.fails("sampling")) is not None:
+            self.dead[request] = event.prompt_len + at - 1
 
     def payloads(self, event: Submit, stop_ids: frozenset[int]) -> tuple[object, ...]:
         """What travels with each choice to the runner; nothing where the runner reads nothing."""

@@ -189,7 +189,8 @@ def _submits(event: Submit) -> Iterator[Submit]:
             yield replace(event, prompt=(*event.prompt[:at], (stream, shorter), *event.prompt[at + 1 :]))
         if stream != "a":
             yield replace(event, prompt=(*event.prompt[:at], ("a", length), *event.prompt[at + 1 :]))
-    for name, least in (("max_tokens", 1), ("stop_at", 1), ("stop_text", 1), ("min_tokens", 0), ("n", 1)):
+    leasts = {"max_tokens": 1, "stop_at": 1, "stop_text": 1, "fail_at": 1, "min_tokens": 0, "n": 1}
+    for name, least in leasts.items():
         value = getattr(event, name)
         if value is not None:
             for lower in _lower(value, least):

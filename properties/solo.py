@@ -60,13 +60,19 @@ def outcome(
     min_tokens: int,
     max_tokens: int,
     text: StoppedText | None = None,
+    fails: tuple[int, str] | None = None,
 ) -> Outcome:
-    """The undisturbed run of one choice. ``max_tokens`` is what the door settled; without ``text`` no stop string ends it."""
+    """The undisturbed run of one choice. ``max_tokens`` is what the door settled; without ``text`` no stop string ends it.
+    ``fails``: at which token and how, as ``Submit`` has it (SPEC 13.7, 13.8)."""
     tokens: list[int] = []
     while len(tokens) < max_tokens:
+        if fails == (len(tokens) + 1, "sampling"):
+            return Outcome(tuple(tokens), "error")
         tokens.append(oracle.token(request, len(tokens)))
         if tokens[-1] in stops and len(tokens) >= min_tokens:
             return Outcome(tuple(tokens), "stop", tokens[-1])
+        if fails == (len(tokens), "text"):
+            return Outcome(tuple(tokens), "error")
         if text is not None and len(tokens) == text.after:
             return Outcome(tuple(tokens), "stop", text.stop)
     return Outcome(tuple(tokens), "length")

@@ -31,6 +31,8 @@ class Caller:
     min_tokens: int
     stops: frozenset[int]
     text: SoloText  # the whole of it, and how much is told when
+    fails: tuple[int, str] | None = None  # at which generated token, and how
+    in_failed_step: bool = False
     delivered: list[int] = attrs.field(factory=list)  # as the engine's records had it
     ends: list[Finished] = attrs.field(factory=list)
     preempted: int = 0
@@ -43,6 +45,10 @@ class Caller:
     def of(cls, request: int, event: Submit, max_tokens: int, stops: frozenset[int], text: SoloText) -> Caller:
         prompt = list(prompt_tokens(event.prompt))
         return cls(request, len(prompt), prompt, max_tokens, event.min_tokens, stops, text)
+
+    def failing(self, event: Submit) -> Caller:
+        """As the first choice of ``event``, the one that its failure is meant for."""
+        return self if event.fail_at is None else attrs.evolve(self, fails=(event.fail_at, event.fail_by))
 
     def told_now(self) -> Iterator[str]:
         """What its last token did to its text, by name, for the floors."""
@@ -57,14 +63,17 @@ class Caller:
 
 
 def judge(caller: Caller, oracle: solo.Oracle) -> tuple[Fact, ...]:
-    """Against the request alone. An abort or an error may cut the run short: then a prefix was told, and that is said."""
-    alone = solo.outcome(oracle, caller.request, caller.stops, caller.min_tokens, caller.max_tokens, caller.text)
+    """Against the request alone, which has the same failure of its own. An abort or a failed step may cut the run short: then a
+    prefix was told, and that is said."""
+    alone = solo.outcome(
+        oracle, caller.request, caller.stops, caller.min_tokens, caller.max_tokens, caller.text, caller.fails
+    )
     name = f"r{caller.request}"
     if len(caller.ends) != 1:
         return (Fact(f"{name} ends", f"told {len(caller.ends)} times", "told once"),)
     end = caller.ends[0]
     told = tuple(caller.delivered)
-    cut = end.reason in ("abort", "error")
+    cut = end.reason == "abort" or (end.reason == "error" and caller.in_failed_step)
     usage = (end.facts.prompt_tokens, end.facts.generated_tokens) if end.facts else None
     return differing(
         [
@@ -114,6 +123,9 @@ class Totals:
             self._forward(record, callers)
         else:
             total.failed_steps += 1
+            for end in record.finished:
+                if end.request in callers:
+                    callers[end.request].in_failed_step = True
         for end in (*record.aborted, *record.finished):
             total.finished[end.reason] += 1
             if end.request in callers:

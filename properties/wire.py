@@ -25,9 +25,11 @@ from engine.request import InvalidRequest, SamplingParams
 from engine.trace import Shape, Submit, prompt_tokens
 from properties.checks import Fact, differing
 from properties.diff import Known
+from properties.row_failures import INJECTED, BrokenText
 from properties.rung_ledger import StubRunner
 from properties.rungs import EngineRung, limits
 from properties.solo import AffineOracle
+from properties.solo_text import NEVER
 from properties.tally import Caller
 from properties.toy_text import vocabulary
 from properties.wire_client import Client
@@ -67,6 +69,7 @@ class WireRung(EngineRung):
     def __init__(self, shape: Shape) -> None:
         self._runner = StubRunner()
         super().__init__(shape, self._runner, AffineOracle())
+        self._runner.dead = self.dead
         self._model = _toy_model(shape.byte_fallback)
         self._engine = Engine(limits(shape), self._runner, seed=0, model=self._model)
         self._loop = QuietLoop()
@@ -95,11 +98,19 @@ class WireRung(EngineRung):
         if after.submitted > used:
             self._clients.append(client)
             self._of.update((request, client) for request in requests)
+            self.condemn(requests[0], event)
             return tuple(requests)
         return self._engine.scheduler.submit(
             Submission(prompt_tokens(event.prompt), event.max_tokens, event.priority, stop_ids, event.min_tokens),
             event.n,
         )
+
+    def condemn(self, request: int, event: Submit) -> None:
+        super().condemn(request, event)
+        if (at := event.fails("text")) is not None:  # the text that the server made, and hands to the engine
+            asked = self._engine.scheduler.requests[request]
+            assert asked.text is not None
+            asked.text = BrokenText(asked.text, at)
 
     def _ask(self, client: Client, event: Submit, stop_ids: frozenset[int], stops: tuple[str, ...]) -> None:
         params = _params(event, stop_ids, stops)
@@ -125,7 +136,8 @@ class WireRung(EngineRung):
 
     def expect(self, step: Mapping[str, Any], after: Mapping[str, Any], known: Mapping[int, Known]) -> None:
         self._known = known
-        self._sampled = frozenset(request for request, _ in step.get("sampled", ()))
+        failed = {request for request, reason in step.get("finished", ()) if reason == "error"}
+        self._sampled = frozenset(request for request, _ in step.get("sampled", ()) if request not in failed)
         aborted = ((request, "abort") for request in step.get("aborted", ()))
         for request, reason in (*aborted, *step.get("finished", ())):
             if request in self._of:
@@ -187,7 +199,7 @@ class WireRung(EngineRung):
         return tuple(Fact("task", failure, "no failure") for failure in failures)
 
     def _watched(self, call: Callable[[], None]) -> None:
-        """Runs ``call`` and keeps what the server logs as an error, but for the step that the workload makes fail."""
+        """Runs ``call`` and keeps what the server logs as an error, but for steps and requests that the workload makes fail."""
         from structlog.testing import capture_logs
 
         with capture_logs() as entries:
@@ -197,6 +209,7 @@ class WireRung(EngineRung):
             for entry in entries
             if entry["log_level"] in ("error", "critical")
             and not (entry["event"] == "a step failed" and self._runner.fails)
+            and not (entry["event"] == "a request failed" and INJECTED in entry["error"])
         ]
 
 
@@ -221,13 +234,14 @@ def _context(engine: Engine, loop: QuietLoop, recorder: Recorder) -> Context:
 
 def _params(event: Submit, stop_ids: frozenset[int], stops: tuple[str, ...]) -> SamplingParams | None:
     """``min_tokens`` above ``max_tokens`` means that only length stops (SPEC 1.6), which a body cannot say but so."""
+    in_commit = event.fails("text") is not None  # where a text fails, it is the engine's; else it has no need to be
     only_length = event.max_tokens is not None and event.min_tokens > event.max_tokens
     try:
         return SamplingParams(
             max_tokens=event.max_tokens,
             temperature=0.0,
             min_tokens=0 if only_length else event.min_tokens,
-            stop=() if only_length else stops,
+            stop=(NEVER,) if in_commit and (only_length or not stops) else () if only_length else stops,
             stop_token_ids=() if only_length else tuple(sorted(stop_ids)),
             include_stop_str_in_output=event.include_stop,
             seed=0,

@@ -16,6 +16,7 @@ import time
 from collections.abc import AsyncIterator, Sequence
 
 import attrs
+import structlog
 
 from engine.control.plan import Sampled
 from engine.control.record import Finished
@@ -23,6 +24,7 @@ from engine.request import SamplingParams
 from engine.text.stream import TextStream
 from server.errors import ApiError
 
+log = structlog.get_logger("lockstep.engine")
 SLICE = 256  # tokens turned into text before the event loop gets its turn
 
 
@@ -130,6 +132,9 @@ class Generation:
             self.settled.set_exception(error)
 
     def arrive(self, choice: Choice, token: Sampled | None, piece: str, end: Finished | None) -> None:
+        if end is not None and end.why is not None:
+            log.error("a request failed", request=end.request, error=end.why)
+            token = None  # what could not be made text is not told at all
         if token is not None:
             self.num_tokens += 1
             self.first_token = self.first_token or time.monotonic()
@@ -200,4 +205,6 @@ def failure(end: Finished | None) -> ApiError | None:
         return None
     if end.reason == "abort":
         return ApiError(503, "the server is shutting down and ended this request early", code="server_shutdown")
+    if end.why is not None:
+        return ApiError(500, f"this request could not go on: {end.why}", code="engine_error")
     return ApiError(500, "the engine failed in the iteration that computed this request", code="engine_error")

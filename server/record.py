@@ -153,16 +153,23 @@ class Recorder:
                 return
             if record.error is not None and record.plan.forwards:
                 self._add(FailStep(0))
-            for request, sampled in record.sampled:
+            sampled = {request: got.token for request, got in record.sampled}
+            for request, token in sampled.items():
                 if request in self._open:
-                    self._open[request].tokens.append(sampled.token)
+                    self._open[request].tokens.append(token)
             for end in record.finished:
                 sent = self._open.pop(end.request, None)
                 if sent is None:
                     continue
                 self._streams.answered(sent.event.prompt, end.request, sent.tokens)
+                count = len(sent.tokens)
+                if (
+                    end.why is not None
+                ):  # this request alone could not go on: where its text failed, with the last token
+                    texts = end.request in sampled
+                    failed = replace(sent.event, fail_at=count + (not texts), fail_by="text" if texts else "sampling")
+                    self._events[sent.at] = failed
                 if end.reason == "stop":
-                    count = len(sent.tokens)
                     # Tokens are others when this is replayed: whether one of them stops it or not, it ends here.
                     self._events[sent.at] = replace(sent.event, stop_at=count, min_tokens=count, max_tokens=count)
             for end in record.aborted:

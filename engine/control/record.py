@@ -30,7 +30,9 @@ class Finished:
     reason: str
     stop: int | str | None = None  # the token id or the string that stopped it
     facts: Facts | None = attrs.field(default=None, eq=False)
-    why: str | None = attrs.field(default=None, eq=False)  # of ``error``: what was wrong, in one sentence for people
+    why: str | None = attrs.field(
+        default=None, eq=False
+    )  # what was wrong with this request alone (rules 13.7 and 13.8)
 
 
 @attrs.frozen

@@ -155,7 +155,7 @@ class Scheduler:
         """Execute raised: every request of the plan ends with reason ``error``; what it computed counts for nothing."""
         opened = self._close(plan)
         ids = (*(chunk.request for chunk in plan.chunks), *(decode.request for decode in plan.decodes))
-        finished = tuple(self._finish(self.requests[request_id], "error", None, why) for request_id in ids)
+        finished = tuple(self._finish(self.requests[request_id], "error", None) for request_id in ids)
         self.counters.iterations += 1
         self.counters.failed_steps += 1
         return self._record(opened, (), finished, why)
