@@ -288,7 +288,10 @@ def test_a_call_is_held_from_step_to_step() -> None:
 
 
 BREAKS: dict[str, tuple[str, str]] = {
-    "the second of equals": ("if (row.logits[i] == value) return i;", "if (row.logits[i] == value) return i + 1;"),
+    "the last of equals": (
+        "for (int64_t i = panel * LANES; i < row.vocab && i < (panel + 1) * LANES; ++i)",
+        "for (int64_t i = std::min(row.vocab, (panel + 1) * LANES) - 1; i >= panel * LANES; --i)",
+    ),
     "noise of the next id": ("key + uint64_t(id + 1) * GAMMA;", "key + uint64_t(id + 2) * GAMMA;"),
     "noise of the position before": ("uint64_t(position) + 1", "uint64_t(position)"),
     "one token too many in top-k": ("first(row, wish.top_k, cut.low", "first(row, wish.top_k + 1, cut.low"),
