@@ -387,11 +387,12 @@ class Lockstep:
 
     def result(self) -> Run:
         rung, counters, left = self._rung, None, None
+        occurred, late = self._occurrences.counts(), tuple(self._events)
         if rung is not None:
             with suppress(Stop):
                 counters, left = self._guarded(lambda: (rung.counters, rung.ledger()), max(1, self._iteration))
+            occurred.update(rung.happened())
         found = sorted(self._findings.values(), key=lambda f: f.iteration)  # stable: ties stay in order of finding
-        occurred, late = self._occurrences.counts(), tuple(self._events)
         return Run(tuple(self._steps), tuple(found), occurred, self._callers, late, counters, left)
 
 

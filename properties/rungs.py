@@ -76,6 +76,10 @@ class Rung(Protocol):
         """As ``facts``, when all work is done."""
         ...
 
+    def happened(self) -> Mapping[str, int]:
+        """What only this rung can see happen, by name, for the floors (``floors.ON_RUNG``). Asked at the end."""
+        ...
+
     def close(self) -> None:
         """Gives up what the rung holds, however the run ended."""
         ...
@@ -159,6 +163,9 @@ class EngineRung:
         return {}
 
     def closing(self) -> Mapping[str, tuple[Fact, ...]]:
+        return {}
+
+    def happened(self) -> Mapping[str, int]:
         return {}
 
     def close(self) -> None:

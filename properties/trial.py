@@ -13,7 +13,7 @@ import attrs
 from engine.trace import Shape, Workload
 from properties.checks import Finding
 from properties.faults import armed
-from properties.floors import FLOORS
+from properties.floors import floors_of
 from properties.lockstep import Run, run
 from properties.rungs import RUNGS
 
@@ -39,7 +39,7 @@ class Trial:
     def floors(self, shape: Shape) -> Mapping[str, float]:
         """What must have happened in a hunt that found nothing; ``shape`` is one of those that it ran."""
         if self.subject is None:
-            return FLOORS
+            return floors_of(self.rung)
         from properties.subject import find
         from properties.subject_run import floors_for
 

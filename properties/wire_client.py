@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+from collections import Counter
 from collections.abc import Awaitable, Callable
 from typing import Any
 
@@ -40,6 +41,8 @@ class Client:
         self.errors: list[str | None] = []
         self.dones = 0
         self.after_done = 0  # messages and events behind the end
+        self.commits = False  # its text is made on the engine's side, for stop strings
+        self.happened: Counter[str] = Counter()  # for the floors
         self._spec = spec
         self._gone = asyncio.Event()
         self._reading = asyncio.Event()
@@ -130,6 +133,10 @@ class Client:
             self.usage = event["usage"]
         for choice in event["choices"]:
             at = choice["index"]
+            if self.streams and not self.stalls and len(choice["token_ids"]) > 1:
+                self.happened["deliveries merged"] += 1
+                self.happened["deliveries merged with an end"] += choice["finish_reason"] is not None
+                self.happened["deliveries merged with stop strings"] += self.commits
             self.texts[at] += choice["text"]
             self.tokens[at] += choice["token_ids"]
             if choice["finish_reason"] is not None:
