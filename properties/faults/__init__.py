@@ -1,7 +1,8 @@
 """The fault catalogue: single mistakes, each armed from outside, each with the checks that must see it.
 
 One file for each idea; ids are kept for ever, numbers leave gaps. Letters: A block pool, S scheduler, P preemption, T and M
-rows and tokens, C prefix cache, G replay, K what people are told, N between plan and kernels, L sampler, D text, V streaming.
+rows and tokens, C prefix cache, G replay, K what people are told, N between plan and kernels, L sampler, D text, V streaming,
+E requests that cannot go on.
 Z00, the canary, proves the plumbing.
 
 A rule of SPEC.md without a fault is a finding; so is a fault that no workload reaches (``needs``). Which public report is
@@ -23,6 +24,7 @@ from properties.faults import (
     outsider,
     preemption,
     prefix_cache,
+    row_failures,
     rows,
     sampler,
     scheduler,
@@ -58,6 +60,7 @@ _FAULTS = (
     *sampler.FAULTS,
     *text.FAULTS,
     *streaming.FAULTS,
+    *row_failures.FAULTS,
     *outsider.FAULTS,
     Fault(
         CANARY,
