@@ -20,6 +20,8 @@ from cyclopts import App
 from engine import __version__
 from engine.config import ConfigError, EngineConfig
 from engine.request import MAX_CHOICES, MAX_LOGPROBS, MAX_STOP_CHARS, MAX_STOP_STRINGS
+from server import logs
+from server.console import StartProgress
 from server.options import Options
 from server.sockets import StartError, bind
 
@@ -61,9 +63,15 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
     try:
         sock = bind(settings.host, settings.port)
-        from server.serve import serve
+        logs.configure(settings.log_level, settings.log_format)
+        progress = StartProgress(_model(config.model))
+        try:
+            progress.begin("importing the server")
+            from server.serve import serve
 
-        return serve(config, settings, sock)
+            return serve(config, settings, sock, progress)
+        finally:
+            progress.stop()
     except StartError as error:
         return _refuse(str(error))
 

@@ -42,6 +42,14 @@ def longest(limits: Limits) -> int:
     return most_tokens(limits, 0)
 
 
+def shortfall(limits: Limits) -> list[tuple[str, str]]:
+    """For people at start: that the pool holds less than a request may want."""
+    most = longest(limits)
+    if most == limits.max_model_len:
+        return []
+    return [("longest request", f"{most} tokens, prompt and answer: the KV cache holds no more (--num-kv-blocks)")]
+
+
 def promises(engine: Engine) -> dict[str, Any]:
     """``max_model_len`` is the most that one request can hold, prompt and answer: the context, or what the pool has room for."""
     limits = engine.limits

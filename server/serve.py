@@ -15,7 +15,7 @@ import os
 import signal
 import socket
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Literal
 
 import structlog
@@ -24,10 +24,11 @@ from fastapi import FastAPI
 
 from engine.config import ConfigError, EngineConfig
 from engine.engine import Engine
-from server import console, hosts, logs
+from server import console, hosts
 from server.app import create_lazy_app
 from server.bridge import Phase
 from server.context import Context
+from server.facts import shortfall
 from server.outlet import Abortable
 from server.settings import ServerSettings
 from server.sockets import BACKLOG, StartError, url_of
@@ -46,17 +47,20 @@ class _Server(uvicorn.Server):
         yield
 
 
-def serve(config: EngineConfig, settings: ServerSettings, sock: socket.socket) -> int:
+def serve(config: EngineConfig, settings: ServerSettings, sock: socket.socket, progress: console.StartProgress) -> int:
     """Runs until a signal or the engine's death, and returns the exit status. Raises ``StartError`` for a setting or a
-    model that cannot work. ``sock`` listens already."""
-    logs.configure(settings.log_level, settings.log_format)
-    progress = console.StartProgress()
+    model that cannot work. ``sock`` listens already; logs are configured; ``progress`` goes on with what loads the model."""
+    seconds = 0.0
 
     def make() -> Engine:
-        try:
-            return Engine.from_config(config, progress)
-        finally:
-            progress.stop()
+        nonlocal seconds
+        progress.begin("importing torch")
+        import engine.build  # noqa: F401 - what from_config imports, told as a stage of its own
+
+        progress.begin("reading the model")
+        made = Engine.from_config(config, progress)
+        seconds = progress.stop()
+        return made
 
     app = create_lazy_app(make, settings, hosts.allowed(settings.allowed_hosts, sock.getsockname()[0]))
     context: Context = app.state.context
@@ -73,7 +77,8 @@ def serve(config: EngineConfig, settings: ServerSettings, sock: socket.socket) -
         )
     )
     with asyncio.Runner(loop_factory=server.config.get_loop_factory()) as runner:
-        status = runner.run(_run(app, server, sock, url_of(settings.host, sock)))
+        status = runner.run(_run(app, server, sock, url_of(settings.host, sock), lambda: seconds))
+    progress.stop()  # of a start that came to no end
     failure = context.bridge.failure
     if context.bridge.phase is Phase.FAILED and failure is not None:
         if isinstance(failure, _settings_errors()):
@@ -102,8 +107,8 @@ def _protocol() -> type[asyncio.Protocol] | Literal["h11"]:
     return BoundedHeads
 
 
-async def _run(app: FastAPI, server: _Server, sock: socket.socket, url: str) -> int:
-    """Serves until told to stop; returns the exit status."""
+async def _run(app: FastAPI, server: _Server, sock: socket.socket, url: str, seconds: Callable[[], float]) -> int:
+    """Serves until told to stop; returns the exit status. ``seconds``: what the start took, once it is over."""
     context: Context = app.state.context
     bridge = context.bridge
     loop = asyncio.get_running_loop()
@@ -128,8 +133,9 @@ async def _run(app: FastAPI, server: _Server, sock: socket.socket, url: str) -> 
         await asyncio.wait({started, stopped, serving}, return_when=asyncio.FIRST_COMPLETED)
         ended = asyncio.create_task(bridge.wait_phase(Phase.FAILED, Phase.DEAD))
         if bridge.phase is Phase.READY:
-            model = bridge.engine.model
-            console.print_ready(url, bridge.engine.capacity(), context.names, model.template is not None)
+            engine = bridge.engine
+            rows = [*engine.capacity(), *shortfall(engine.limits)]
+            console.print_ready(url, rows, context.names, engine.model.template is not None, seconds())
             await asyncio.wait({ended, stopped, serving}, return_when=asyncio.FIRST_COMPLETED)
         if stop.is_set():
             log.info("shutting down", open=bridge.num_open)

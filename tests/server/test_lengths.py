@@ -9,6 +9,7 @@ import pytest
 from starlette.testclient import TestClient
 
 from server.app import create_app
+from server.facts import shortfall
 from tests.server.stub import stub_engine
 from tests.server.test_bodies import assert_error, wait_ready
 
@@ -116,6 +117,7 @@ def test_the_length_that_is_told_is_the_most_that_is_served(client: TestClient) 
     assert told(client) == {MOST}
     promises = client.get("/server_info").json()["promises"]
     assert (promises["context_len"], promises["kv_cache_tokens"]) == (CONTEXT, BLOCKS * SIZE)
+    assert shortfall(stub_engine(max_model_len=CONTEXT, num_blocks=BLOCKS).limits)[0][1].startswith(f"{MOST} tokens")
     assert lengths(client, COMPLETIONS, [5] * 7, max_tokens=MOST - 7) == [MOST - 7]
     assert_error(client.post(COMPLETIONS, json={"prompt": [5] * 7, "max_tokens": MOST - 6}), 400)
     schemas = client.get("/openapi.json").json()["components"]["schemas"]
@@ -128,4 +130,5 @@ def test_the_context_is_told_where_the_pool_is_large() -> None:
     with TestClient(create_app(stub_engine(max_model_len=48, num_blocks=16, block_size=4))) as client:
         wait_ready(client)
         assert told(client) == {48}
+        assert shortfall(stub_engine(max_model_len=48, num_blocks=16).limits) == []
         assert lengths(client, GENERATE, [5] * 8) == [40]

@@ -252,6 +252,7 @@ def test_ctrl_c_idle_and_sigterm_while_loading(running: Running) -> None:
     # The default model takes longer.
     loading = start("--port", "0", "--log-level", "info", "--drain-timeout", "600")
     assert loading.stderr is not None
+    assert " loading " in loading.stderr.readline()  # from now on it may take seconds
     assert "starting" in loading.stderr.readline()
     for process, number in ((running.process, signal.SIGINT), (loading, signal.SIGTERM)):
         began = time.monotonic()
