@@ -7,6 +7,7 @@ both find a whole file. A cached file that somebody else could have written is n
 
 from __future__ import annotations
 
+import ctypes
 import hashlib
 import os
 import platform
@@ -18,12 +19,15 @@ import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
-SOURCES = ("kernels.cpp", "attention.h", "product.h", "pool.h", "simd.h", "checksum.h", "integer.h", "sampling.h")
+SOURCES = ("kernels.cpp", "attention.h", "product.h", "tiles.h", "pool.h", "simd.h", "checksum.h", "integer.h", "sampling.h")
 COMPILERS = ("c++", "g++", "clang++")
 FLAGS = ("-std=c++17", "-O3", "-ffp-contract=off", "-fPIC", "-shared", "-pthread")
 TARGET = ("-march=native",)
+NO_TILES = ("-DLOCKSTEP_NO_TILES",)
+_TILES = "LOCKSTEP_TILES"  # the environment variable: "off" refuses matrix tiles
 _TIMEOUT = 600  # seconds; a build takes a few
 _ROOT = 0
+_ARCH_PRCTL, _REQUEST_STATE, _TILE_STATE = 158, 0x1023, 18  # of x86-64 Linux
 
 
 class BuildError(RuntimeError):
@@ -56,18 +60,19 @@ def built(
     *,
     folder: Path | None = None,
     cache: Path | None = None,
-    target: Sequence[str] = TARGET,
+    target: Sequence[str] | None = None,
     extra: Sequence[str] = (),
     announce: Callable[[], None] | None = None,
 ) -> Path:
     """The shared object for this machine, compiled now unless it is in ``cache`` already.
 
-    ``folder`` holds the sources; ``target`` are the flags that choose the processor, ``extra`` come after all others.
+    ``folder`` holds the sources; ``target`` are the flags that choose the processor, by default ``native_target``;
+    ``extra`` come after all others.
     ``announce`` is called before the compiler. Raises ``BuildError``.
     """
     folder = folder or Path(__file__).parent
     compiler = find_compiler()
-    flags = (*FLAGS, *target, *extra)
+    flags = (*FLAGS, *(native_target() if target is None else target), *extra)
     place = (cache or cache_folder()) / f"kernels-{_key(folder, compiler, flags)}.so"
     try:
         place.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
@@ -85,6 +90,27 @@ def built(
     except OSError as error:
         raise BuildError(f"{place} cannot be written: {error.strerror or error}") from None
     return place
+
+
+def native_target() -> tuple[str, ...]:
+    """Flags for this machine: matrix tiles only where the system grants them and ``LOCKSTEP_TILES`` is not ``off``.
+
+    Raises ``BuildError`` for another value of the variable.
+    """
+    wanted = os.environ.get(_TILES, "").strip()
+    if wanted not in ("", "on", "off"):
+        raise BuildError(f"{_TILES} is {wanted!r}, but must be on or off")
+    return TARGET if wanted != "off" and tiles_granted() else (*TARGET, *NO_TILES)
+
+
+def tiles_granted() -> bool:
+    """Whether this processor has matrix tiles of bf16 and Linux lets this process use them, which it must be asked for."""
+    flags = processor().partition("flags")[2].split()
+    if platform.machine() != "x86_64" or not {"amx_tile", "amx_bf16"} <= set(flags):
+        return False
+    call = ctypes.CDLL(None).syscall
+    call.restype, call.argtypes = ctypes.c_long, [ctypes.c_long] * 3
+    return int(call(_ARCH_PRCTL, _REQUEST_STATE, _TILE_STATE)) == 0
 
 
 def foreign(path: Path) -> str | None:

@@ -6,6 +6,7 @@
 
 #include "pool.h"
 #include "product.h"
+#include "tiles.h"
 #include "attention.h"
 #include "sampling.h"
 #include "checksum.h"
@@ -50,6 +51,13 @@ void embed_row(const Embed& a, int64_t token, float* out) {
     }
 }
 
+#if MATRIX_TILES
+template <class T>
+void embed_row_tiles(const Embed& a, int64_t token, float* out) {
+    tiles_row<T>(a.w + token / LANES * (a.k / LINE * T::BYTES), token % LANES, a.k, out);
+}
+#endif
+
 void embed(const void* job, int64_t i, Scratch&) {
     const Embed& a = *static_cast<const Embed*>(job);
     int64_t token = a.tokens[i];
@@ -58,6 +66,13 @@ void embed(const void* job, int64_t i, Scratch&) {
         for (int64_t k = 0; k < a.k; ++k) out[k] = NAN;
         return;
     }
+#if MATRIX_TILES
+    switch (a.type) {
+        case TYPE_Q8_0: return embed_row_tiles<Tiles8_0>(a, token, out);
+        case TYPE_Q4_0: return embed_row_tiles<Tiles4_0>(a, token, out);
+        case TYPE_Q4_1: return embed_row_tiles<Tiles4_1>(a, token, out);
+    }
+#endif
     switch (a.type) {
         case TYPE_F32: return embed_row<F32>(a, token, out);
         case TYPE_BF16: return embed_row<BF16>(a, token, out);
@@ -143,7 +158,15 @@ void linear(const void* job, int64_t unit, Scratch& scratch) {
     }
 }
 
-// The head: a linear layer that leaves the largest of each panel beside its logits, while they are in the first-level cache.
+// The largest of each panel of some rows, beside the logits, while they are in the first-level cache. Null: not wanted.
+void leave_peaks(const Linear& a, float* peaks, int64_t row, int64_t rows, int64_t first, int64_t end) {
+    const int64_t panels = (a.n + LANES - 1) / LANES;
+    for (int64_t r = row; peaks != nullptr && r < row + rows; ++r)
+        for (int64_t panel = first; panel < end; ++panel)
+            peaks[r * panels + panel] = peak_of(a.out + r * a.ldo + panel * LANES, a.n - panel * LANES);
+}
+
+// The head: a linear layer that leaves the peaks of its logits.
 struct Head {
     LinearJob job;
     float* peaks;  // [rows][panels]
@@ -154,11 +177,45 @@ void head(const void* job, int64_t unit, Scratch& scratch) {
     const Linear& b = a.job.linear;
     linear(&a.job, unit, scratch);
     const int64_t panels = (b.n + LANES - 1) / LANES, per = panels_per_unit(b), first = unit * per;
-    const int64_t end = first + per < panels ? first + per : panels;
-    for (int64_t r = 0; r < b.rows; ++r)
-        for (int64_t panel = first; panel < end; ++panel)
-            a.peaks[r * panels + panel] = peak_of(b.out + r * b.ldo + panel * LANES, b.n - panel * LANES);
+    leave_peaks(b, a.peaks, 0, b.rows, first, first + per < panels ? first + per : panels);
 }
+
+#if MATRIX_TILES
+
+struct TilesJob {
+    LinearJob job;
+    float* peaks;  // of a head, or null
+    Parts x;
+};
+
+bool on_tiles(int64_t type) { return type == TYPE_Q8_0 || type == TYPE_Q4_0 || type == TYPE_Q4_1; }
+
+void split_unit(const void* job, int64_t tile, Scratch&) {
+    const TilesJob& a = *static_cast<const TilesJob*>(job);
+    split_tile(a.job.linear, a.x, tile);
+}
+
+void tiles_unit(const void* job, int64_t unit, Scratch& scratch) {
+    const TilesJob& a = *static_cast<const TilesJob*>(job);
+    const Linear& b = a.job.linear;
+    switch (a.job.type) {
+        case TYPE_Q8_0: linear_tiles<Tiles8_0>(b, a.x, unit, scratch); break;
+        case TYPE_Q4_0: linear_tiles<Tiles4_0>(b, a.x, unit, scratch); break;
+        case TYPE_Q4_1: linear_tiles<Tiles4_1>(b, a.x, unit, scratch); break;
+    }
+    const Place at = tiles_place(b, a.x, unit);
+    leave_peaks(b, a.peaks, at.row, at.rows, at.panel, at.panel + at.panels);
+}
+
+void run_tiles(Pool& pool, const LinearJob& job, float* peaks) {
+    const Linear& a = job.linear;
+    TilesJob tiles{job, peaks, parts_of(a)};
+    settle(tiles.x, pool.shared().floats(parts_floats(tiles.x)));
+    pool.run(split_unit, &tiles, tiles.x.tiles, a.rows * a.k < SMALL);
+    pool.run(tiles_unit, &tiles, tiles_units(a.n, tiles.x), a.rows * a.n * a.k < SMALL);
+}
+
+#endif
 
 // Linear layers in integers -------------------------------------------------------------------------------------------
 
@@ -284,6 +341,9 @@ bool run_one(Pool& pool, const Record& record) {
         }
         case LINEAR: {
             const auto& a = arguments<LinearJob>(record);
+#if MATRIX_TILES
+            if (on_tiles(a.type)) return run_tiles(pool, a, nullptr), true;
+#endif
             return pool.run(linear, &a, linear_units(a.linear), a.linear.rows * a.linear.n * a.linear.k < SMALL), true;
         }
         case QUANTISE: {
@@ -311,6 +371,9 @@ bool run_one(Pool& pool, const Record& record) {
         case HEAD: {
             const auto& a = arguments<Head>(record);
             const Linear& b = a.job.linear;
+#if MATRIX_TILES
+            if (on_tiles(a.job.type)) return run_tiles(pool, a.job, a.peaks), true;
+#endif
             return pool.run(head, &a, linear_units(b), b.rows * b.n * b.k < SMALL), true;
         }
         case DRAW: {
@@ -336,6 +399,17 @@ int lockstep_vector_bits() {
 #endif
 }
 
+// Whether quantised weights are packed for matrix tiles and multiplied on them: 1 or 0; -1 where the system does not let this
+// process have them, which then must compute nothing.
+int lockstep_tiles() {
+#if MATRIX_TILES
+    static const bool permitted = tiles_permitted();
+    return permitted ? 1 : -1;
+#else
+    return 0;
+#endif
+}
+
 int64_t lockstep_packed_bytes(int64_t type, int64_t n, int64_t k) {
     const int64_t panels = (n + LANES - 1) / LANES;
     switch (type) {
@@ -353,6 +427,13 @@ int64_t lockstep_packed_bytes(int64_t type, int64_t n, int64_t k) {
 }
 
 void lockstep_pack(int64_t type, const uint8_t* src, int64_t n, int64_t k, uint8_t* out) {
+#if MATRIX_TILES
+    switch (type) {
+        case TYPE_Q8_0: return pack_tiles<Tiles8_0>(src, n, k, out);
+        case TYPE_Q4_0: return pack_tiles<Tiles4_0>(src, n, k, out);
+        case TYPE_Q4_1: return pack_tiles<Tiles4_1>(src, n, k, out);
+    }
+#endif
     switch (type) {
         case TYPE_F32: return pack_floats(src, n, k, 4, out);
         case TYPE_BF16: case TYPE_F16: return pack_floats(src, n, k, 2, out);

@@ -86,6 +86,7 @@ class Library:
         pointer, size = ctypes.c_void_p, ctypes.c_int64
         for name, result, arguments in (
             ("lockstep_vector_bits", ctypes.c_int, []),
+            ("lockstep_tiles", ctypes.c_int, []),
             ("lockstep_packed_bytes", size, [size, size, size]),
             ("lockstep_pack", None, [size, pointer, size, size, pointer]),
             ("lockstep_checksum", ctypes.c_uint64, [pointer, size]),
@@ -96,6 +97,11 @@ class Library:
         ):
             function = getattr(self._dll, name)
             function.restype, function.argtypes = result, arguments
+        tiles = int(self._dll.lockstep_tiles())
+        if tiles < 0:
+            raise OSError("it was built for matrix tiles, which the system does not grant this process")
+        self.tiles = tiles == 1
+        """Whether quantised weights are packed for matrix tiles and multiplied on them (tiles.h)."""
 
     @property
     def vector_bits(self) -> int:

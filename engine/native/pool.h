@@ -94,6 +94,7 @@ class Pool {
     int threads() const { return int(scratch_.size()); }
     int pinned() const { return pinned_; }
     std::mutex& mutex() { return mutex_; }
+    Scratch& shared() { return shared_; }  // of the caller: what one job leaves for the next
 
     // Runs every unit of ``job`` once and returns when all are done. ``alone``: too little work to wake anybody.
     void run(Unit unit, const void* job, int64_t units, bool alone) {
@@ -177,6 +178,7 @@ class Pool {
     }
 
     std::vector<Scratch> scratch_;
+    Scratch shared_;
     std::mutex mutex_;  // one tape at a time
     Unit unit_ = nullptr;
     const void* job_ = nullptr;

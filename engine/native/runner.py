@@ -82,9 +82,10 @@ class NativeRunner(PlanRunner):
         """Name of the compute path, for people: what the bytes of an answer depend on."""
         bits = self.weights.library.vector_bits
         vectors = f"{bits}-bit vectors" if bits else "vectors by the compiler"
+        tiles = " and matrix tiles" if self.weights.library.tiles else ""
         keys = ", K/V in bf16" if self._kv_dtype == torch.bfloat16 else ""
         activations = ", 8-bit activations" if self.weights.integer else ""
-        return f"native kernels, {vectors}{activations}{keys}"
+        return f"native kernels, {vectors}{tiles}{activations}{keys}"
 
     @property
     def probe_summary(self) -> str:

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from engine.native.build import built, find_compiler
+from engine.native.build import NO_TILES, TARGET, built, find_compiler, native_target, tiles_granted
 from engine.native.kernels import HeadLayout
 from engine.native.library import TYPES, Library
 from engine.native.runner import library
@@ -62,12 +62,14 @@ def test_avx2_and_avx512_give_the_same_bytes(tmp_path: Path) -> None:
     if library().vector_bits == 0:
         pytest.skip("missing optional system tool: a processor with AVX2")
     narrow = Library(built(target=AVX2, cache=tmp_path))
+    wide = Library(built(target=(*TARGET, *NO_TILES), cache=tmp_path))
     assert narrow.vector_bits == 256
+    assert not wide.tiles
     for kind in TYPES:
-        assert all(map(same_bytes, outputs(narrow, kind), outputs(library(), kind)))
+        assert all(map(same_bytes, outputs(narrow, kind), outputs(wide, kind)))
     for dtype in (torch.float32, torch.bfloat16):
         for dim in (16, 18, 64, 96):  # keys are turned around in whole vectors, and what is left one by one
-            assert all(map(same_bytes, attended(narrow, dtype, dim), attended(library(), dtype, dim))), (dtype, dim)
+            assert all(map(same_bytes, attended(narrow, dtype, dim), attended(wide, dtype, dim))), (dtype, dim)
 
 
 @pytest.mark.slow
@@ -137,4 +139,5 @@ def test_kernels_use_what_the_processor_has() -> None:
     flags = info.read_text(encoding="utf-8") if info.exists() else ""
     wanted = 512 if "avx512dq" in flags and "avx512bw" in flags else 256 if "avx2" in flags and "fma" in flags else 0
     assert library().vector_bits == wanted
+    assert library().tiles == (native_target() == TARGET and tiles_granted() and wanted == 512)
     assert kernels().pool.threads == 1
