@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import signal
 import threading
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from typing import Any, cast
 
@@ -26,7 +26,8 @@ Prompt = str | Sequence[int]
 
 @attrs.frozen
 class Choice:
-    """One answer. ``stop`` is the token id or string that ended it; ``seed`` makes it repeatable."""
+    """One answer. ``stop`` is the token id or string that ended it; ``seed`` makes it repeatable. ``error``: what was wrong with
+    this request alone, where ``finish_reason`` is ``error`` (rules 13.7 and 13.8)."""
 
     text: str
     token_ids: tuple[int, ...]
@@ -35,6 +36,7 @@ class Choice:
     seed: int
     sampled: tuple[Sampled, ...] = attrs.field(repr=False)
     facts: Facts | None = attrs.field(default=None, repr=False)
+    error: str | None = None
 
 
 @attrs.frozen
@@ -79,22 +81,37 @@ class _Live:
     stops_in_commit: bool
     sampled: list[Sampled] = attrs.field(factory=list)
     end: Finished | None = None
+    error: str | None = None
 
     def take(self, token: Sampled, end: Finished | None) -> None:
-        self.sampled.append(token)
+        """Nothing of a token whose text failed is kept; then ``error`` says so, and the request has to end."""
+        if end is not None and end.why is not None:
+            return
         ended_by_id = end is not None and isinstance(end.stop, int)
         if not self.stops_in_commit and not ended_by_id:  # the stop token itself is not part of the text
-            self.text.push(token.token, False)
+            self._try(lambda: self.text.push(token.token, False))
+        if self.error is None:
+            self.sampled.append(token)
 
     def finish(self, end: Finished) -> None:
-        self.end = end
-        self.text.finish()
+        if end.reason in ("stop", "length") and self.error is None:
+            self._try(self.text.finish)
+        self.error = self.error or end.why
+        self.end = end if self.error is None else attrs.evolve(end, reason="error", stop=None)
+
+    def _try(self, make: Callable[[], object]) -> None:
+        """Text may be the caller's code: what it raises is the end of this request, and no business of the others."""
+        try:
+            make()
+        except Exception as error:  # noqa: BLE001
+            self.error = f"the text of output token {len(self.sampled) + 1} failed: {type(error).__name__}: {error}"
 
     def choice(self) -> Choice:
-        assert self.end is not None
+        end = self.end
+        assert end is not None
         tokens = tuple(s.token for s in self.sampled)
         return Choice(
-            self.text.text, tokens, self.end.reason, self.end.stop, self.seed, tuple(self.sampled), self.end.facts
+            self.text.text, tokens, end.reason, end.stop, self.seed, tuple(self.sampled), end.facts, self.error
         )
 
 
@@ -118,7 +135,8 @@ class LLM:
         ``salt``: the prefix cache is shared only with requests that have the same one.
 
         Raises ``InvalidRequest`` (its message starts with the prompt's index). A step that fails ends its requests with
-        finish reason ``error``. Ctrl-C aborts what is running and leaves the engine usable.
+        finish reason ``error``, and so does a request that cannot go on, alone (``Choice.error``). Ctrl-C aborts what is
+        running and leaves the engine usable.
         """
         batch = _as_batch(prompts)
         each = list(params) if isinstance(params, Sequence) else [params or SamplingParams()] * len(batch)
@@ -201,8 +219,10 @@ class LLM:
             record = self.engine.step()
             ends = {end.request: end for end in (*record.aborted, *record.finished)}
             for request, sampled in record.sampled:
-                if request in self._lives:
-                    self._lives[request].take(sampled, ends.get(request))
+                if (live := self._lives.get(request)) is not None:
+                    live.take(sampled, ends.get(request))
+                    if live.error is not None:
+                        self.engine.abort(request)
             for request, end in ends.items():
                 if request in self._lives:
                     self._lives.pop(request).finish(end)
