@@ -1,14 +1,18 @@
 """A model of 1.1 billion random weights in Q4_0 (hidden 2048, 22 layers), made on the spot, on this engine and llama.cpp.
 
-python ci/bench_big.py                     about 650 MB in .peers/models, made once
+python ci/bench_big.py                     about 600 MB in .peers/models, made once; some minutes
+python ci/bench_big.py --layers 2 --lists single                a smaller model of the same width, for a first look
 """
 
 from __future__ import annotations
 
+import math
 import sys
+import time
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Any
 
+import attrs
 import numpy as np
 from cyclopts import App
 from rich.console import Console
@@ -21,7 +25,7 @@ from server.bench.offline.contestants import PACKAGE, Contestant, own, python_of
 from server.bench.offline.models import Files, once
 from server.bench.offline.rounds import measure, schedule
 from server.bench.offline.worker import Worker
-from server.bench.requests import bundled
+from server.bench.requests import Ask, bundled
 
 SHAPE = ModelConfig(
     family="llama",
@@ -36,6 +40,7 @@ SHAPE = ModelConfig(
     rms_norm_eps=1e-5,
     tie_word_embeddings=True,
 )
+LISTS = ("single", "prefill1024", "batch16")
 app = App(name="bench_big", help=__doc__, result_action="return_value")
 
 
@@ -44,7 +49,7 @@ def write(out: Path, config: ModelConfig = SHAPE, tokenizer_of: Path | None = No
     from gguf import GGMLQuantizationType, GGUFReader, GGUFValueType, GGUFWriter
 
     writer = GGUFWriter(out, config.family)
-    writer.add_name("random-1.1B")
+    writer.add_name(f"random-{parameters(config) / 1e9:.2f}B")
     writer.add_block_count(config.num_layers)
     writer.add_context_length(config.max_position_embeddings)
     writer.add_embedding_length(config.hidden_size)
@@ -75,25 +80,74 @@ def write(out: Path, config: ModelConfig = SHAPE, tokenizer_of: Path | None = No
 
 
 @app.default
-def main(*, repeats: int = 1, threads: int = 2, peers: Path = Path(".peers")) -> int:
-    """Exit status: 0 measured, 1 not."""
-    console, place = Console(width=170), peers.absolute()
-    folder = place / "models" / "random-1.1B"
-    files = Files(folder / "q4_0.gguf", folder)
-    once(files, files.shipped, console.print, write)
-    people = own(files, threads)[:1]
-    if ready(place, "llamacpp"):
-        command: tuple[Any, ...] = (str(python_of(place, "llamacpp")), "-m", f"{PACKAGE}.drive_llamacpp")
-        people.append(Contestant(table.LLAMA_SHIPPED, (*command, str(files.shipped), str(threads)), "llamacpp"))
-    lists = {name: asks for name, asks in bundled().items() if name in ("single", "prefill1024", "batch16")}
-    turns = list(schedule(people, list(lists), repeats))
-    workers = {one.name: Worker(one, threads) for one in people}
-    outcomes = list(measure(workers, lists, turns, console.print, patience=300.0).values())
-    rows = table.rows(outcomes, lists)
-    report.show(console, rows, "1.1 billion random weights in Q4_0")
-    for failure in (failed := table.failures(rows, lists)):
+def main(
+    *,
+    repeats: int = 1,
+    threads: int = 2,
+    layers: int = SHAPE.num_layers,
+    lists: tuple[str, ...] = LISTS,
+    minutes: float = 20.0,
+    peers: Path = Path(".peers"),
+) -> int:
+    """Exit status: 0 measured, 1 not.
+
+    Args:
+        layers: fewer make a smaller model of the same width, for a first look.
+        lists: of those that come along: single, prefill1024, batch16, shared16.
+        minutes: for all runs together; each has the same share of it and is cut, and told, when it takes longer.
+    """
+    console, asks = Console(width=170), {name: one for name, one in bundled().items() if name in lists}
+    if not asks or layers < 1 or minutes <= 0:
+        console.print(f"lists are {', '.join(bundled())}; layers and minutes must be positive", markup=False)
+        return 1
+    config = attrs.evolve(SHAPE, num_layers=layers)
+    rows = measured(
+        config, asks, Told(console), repeats=repeats, threads=threads, minutes=minutes, peers=peers.absolute()
+    )
+    report.show(console, rows, f"{parameters(config) / 1e9:.2f} billion random weights in Q4_0")
+    for failure in (failed := table.failures(rows, asks)):
         console.print(f"failed: {failure}", markup=False)
     return 1 if failed else 0
+
+
+def measured(
+    config: ModelConfig,
+    lists: Mapping[str, Sequence[Ask]],
+    say: Callable[[str], None],
+    *,
+    repeats: int,
+    threads: int,
+    minutes: float,
+    peers: Path,
+) -> list[table.Row]:
+    """Makes the model unless it is there, then measures this engine on it, and llama.cpp where it is installed."""
+    folder = peers / "models" / f"random-{config.num_layers}-layers-{config.hidden_size}"
+    files = Files(folder / "q4_0.gguf", folder)
+    once(files, files.shipped, say, lambda out: write(out, config))
+    people = own(files, threads)[:1]
+    if ready(peers, "llamacpp"):
+        command = (str(python_of(peers, "llamacpp")), "-m", f"{PACKAGE}.drive_llamacpp", str(files.shipped))
+        people.append(Contestant(table.LLAMA_SHIPPED, (*command, str(threads)), "llamacpp"))
+    else:
+        say("llama.cpp is not installed (`make peers`): nobody to compare with")
+    turns = list(schedule(people, list(lists), repeats))
+    workers = {one.name: Worker(one, threads) for one in people}
+    outcomes = measure(workers, lists, turns, say, patience=60 * minutes / len(turns))
+    return table.rows(list(outcomes.values()), lists)
+
+
+def parameters(config: ModelConfig) -> int:
+    return sum(math.prod(shape) for shape in config.tensors().values())
+
+
+class Told:
+    """Prints what begins, and how many seconds after the first."""
+
+    def __init__(self, console: Console) -> None:
+        self._console, self._began = console, time.perf_counter()
+
+    def __call__(self, text: str) -> None:
+        self._console.print(f"{time.perf_counter() - self._began:5.0f} s  {text}", markup=False)
 
 
 if __name__ == "__main__":

@@ -1,13 +1,14 @@
 """How cost grows: a decode step against rows and context, prefill against length, host time against rows.
 
 python ci/bench_growth.py --plot growth.png --json growth.json
+python ci/bench_growth.py --longest 512 --rows 4                a first look
 """
 
 from __future__ import annotations
 
 import json
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -18,6 +19,7 @@ from rich.table import Table
 
 from server.bench.offline.plot import OURS, pyplot
 from server.bench.offline.shares import measured
+from server.bench.offline.worker import WorkerFailed
 
 ROWS = (1, 2, 4, 8, 16, 32, 64)
 CONTEXTS = (128, 256, 512, 1024, 2048, 4096, 8192)
@@ -25,19 +27,31 @@ STEPS = 16
 app = App(name="bench_growth", help=__doc__, result_action="return_value")
 
 
-def growth(engine: Mapping[str, Any], rows: Sequence[int], contexts: Sequence[int], prompt: int) -> dict[str, Any]:
-    """Milliseconds: "rows" at context 128, "contexts" at one row, "prefill" as (tokens, ms so far)."""
+def growth(
+    engine: Mapping[str, Any],
+    rows: Sequence[int],
+    contexts: Sequence[int],
+    prompt: int,
+    say: Callable[[str], None] = lambda text: None,
+) -> dict[str, Any]:
+    """Milliseconds: "rows" at context 128, "contexts" at one row, "prefill" as (tokens, ms so far). ``say`` hears of each as
+    it is there. Raises ``WorkerFailed``."""
     # The last context has to leave room for the steps that are measured.
     room = [min(context, max(contexts) - STEPS) for context in contexts]
     told: dict[str, Any] = {"rows": [], "contexts": [], "prefill": []}
-    for line in measured(engine, decode=[(count, 128, STEPS) for count in rows]):
-        if "decode" in line:
-            told["rows"].append(_milliseconds(line["decode"]))
-    for line in measured(engine, decode=[(1, context, STEPS) for context in room], prefill=[prompt]):
-        if "decode" in line:
-            told["contexts"].append(_milliseconds(line["decode"]))
-        if "prefill" in line:
-            told["prefill"] = [[tokens, seconds * 1000] for tokens, seconds in line["prefill"]]
+    passes: tuple[tuple[str, list[tuple[int, int, int]], list[int]], ...] = (
+        ("rows", [(count, 128, STEPS) for count in rows], []),
+        ("contexts", [(1, context, STEPS) for context in room], [prompt]),
+    )
+    for name, points, lengths in passes:
+        say(f"starting an engine for {name}")
+        for line in measured(engine, decode=points, prefill=lengths):
+            if "decode" in line:
+                told[name].append(one := _milliseconds(line["decode"]))
+                say(f"decode, {one['rows']} rows at {one['context']}: {one['wall_ms']:.2f} ms")
+            if "prefill" in line:
+                told["prefill"] = [[tokens, seconds * 1000] for tokens, seconds in line["prefill"]]
+                say(f"prefill of {prompt}: {told['prefill'][-1][1]:.0f} ms")
     return told
 
 
@@ -100,11 +114,30 @@ def main(
     json_to: Annotated[Path | None, Parameter(name="--json")] = None,
     plot_to: Annotated[Path | None, Parameter(name="--plot")] = None,
 ) -> int:
-    """Measures and prints three tables."""
+    """Measures and prints three tables. Exit status: 0 measured, 1 not.
+
+    Args:
+        longest: the longest context; one prompt nearly as long is prefilled.
+        rows: the most that decode together.
+    """
+    console = Console()
+    if longest < CONTEXTS[0] + 2 * STEPS or rows < 1:
+        console.print(f"longest must be at least {CONTEXTS[0] + 2 * STEPS} and rows positive", markup=False)
+        return 1
     engine = {"threads": threads, "compute": compute, **({"model": str(model)} if model else {})}
     contexts = [context for context in CONTEXTS if context <= longest]
-    told = growth(engine, [count for count in ROWS if count <= rows], contexts, longest - 2 * STEPS)
-    show(Console(), told)
+    try:
+        told = growth(
+            engine,
+            [count for count in ROWS if count <= rows],
+            contexts,
+            longest - 2 * STEPS,
+            lambda text: console.print(text, markup=False),
+        )
+    except WorkerFailed as error:
+        console.print(f"failed: {error}", markup=False)
+        return 1
+    show(console, told)
     if json_to is not None:
         json_to.write_text(json.dumps(told, indent=1), encoding="utf-8")
     if plot_to is not None:
