@@ -8,7 +8,8 @@ to large: fewer requests first, and the simplest value of everything first.
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from typing import TypeVar
+from types import MappingProxyType
+from typing import Any, TypeVar
 
 import attrs
 
@@ -55,7 +56,9 @@ class Box:
     """Every workload of up to ``requests`` submissions and one event of ``trouble`` at most, on every shape of the box.
 
     ``budgets`` are above one token a row. Graphs are recorded for the odd row counts and one block less than the pool, so that
-    exact, padded and uncaptured launches all occur. The first submission has stream a, no wait and no priority.
+    exact, padded and uncaptured launches all occur. The first submission has stream a, no wait and no priority. ``ends`` are
+    fields of a submission by name, instead of those above or beside them: how it stops, whom it shares with, how it fails.
+    ``context`` is the longest request, ``queues`` how many may wait.
     """
 
     blocks: tuple[int, ...]
@@ -73,6 +76,10 @@ class Box:
     priorities: tuple[int, ...] = (0,)
     streams: tuple[str, ...] = ("a",)
     trouble: tuple[Event, ...] = ()
+    ends: tuple[Mapping[str, Any], ...] = (MappingProxyType({}),)
+    fallback: tuple[bool, ...] = (False,)
+    context: tuple[int, ...] = (64,)
+    queues: tuple[int, ...] = (64,)
 
     def shapes(self) -> Iterator[Shape]:
         odometer = Odometer()
@@ -89,6 +96,9 @@ class Box:
                 capture_widths=(max(1, blocks - 1),),
                 persistent_batch=odometer.pick(self.persistent if rows > 1 else (True,)),  # one row never moves
                 prefix_cache=odometer.pick(self.cache),
+                byte_fallback=odometer.pick(self.fallback),
+                max_model_len=odometer.pick(self.context),
+                max_waiting=odometer.pick(self.queues),
             )
 
     def workloads(self, shape: Shape) -> Iterator[Workload]:
@@ -100,13 +110,14 @@ class Box:
                 yield Workload(shape, tuple(events if trouble is None else [*events, trouble]))
 
     def _submit(self, odometer: Odometer, *, first: bool) -> Submit:
-        return Submit(
-            wait=0 if first else odometer.pick(self.waits),
-            prompt=(("a" if first else odometer.pick(self.streams), odometer.pick(self.prompts)),),
-            max_tokens=odometer.pick(self.answers),
-            priority=0 if first else odometer.pick(self.priorities),
-            n=odometer.pick(self.choices),
-        )
+        plain: dict[str, Any] = {
+            "wait": 0 if first else odometer.pick(self.waits),
+            "prompt": (("a" if first else odometer.pick(self.streams), odometer.pick(self.prompts)),),
+            "max_tokens": odometer.pick(self.answers),
+            "priority": 0 if first else odometer.pick(self.priorities),
+            "n": odometer.pick(self.choices),
+        }
+        return Submit(**{**plain, **odometer.pick(self.ends)})
 
     def lines(self) -> Iterator[str]:
         """The box in words, one dimension a line."""
@@ -123,6 +134,8 @@ def _word(value: object) -> str:
             return f"abort r{value.of} after {value.wait}"
         case FailStep():
             return f"fail {value.count} after {value.wait}"
+        case Mapping():
+            return " ".join(f"{key}={entry}" for key, entry in value.items()) or "plain"
         case bool():
             return "on" if value else "off"
         case _:
@@ -130,6 +143,26 @@ def _word(value: object) -> str:
 
 
 _ABORTS = tuple(Abort(wait, of) for wait in (1, 2, 3) for of in (0, 1, 2))
+_ENDS: tuple[Mapping[str, Any], ...] = (
+    {},
+    {"stop_at": 2},
+    {"stop_at": 4, "min_tokens": 2},
+    {"stop_at": 2, "min_tokens": 3},
+    {"stop_at": 5},
+    {"stop_text": 2},
+    {"stop_text": 3, "include_stop": True},
+    {"stop_text": 2, "min_tokens": 3},
+    {"stop_text": 3, "stop_at": 2},
+    {"stop_text": 8, "max_tokens": 9},
+    {"max_tokens": 14},
+    {"max_tokens": None},
+    {"min_tokens": 6},
+    {"prompt": ()},
+    {"salt": "s", "n": 2},
+    {"takes_hits": False},
+    {"fail_at": 2, "fail_by": "sampling", "n": 2},
+    {"fail_at": 2, "fail_by": "text"},
+)
 BOXES: Mapping[str, Box] = {
     "small": Box(
         blocks=(4,),
@@ -175,5 +208,20 @@ BOXES: Mapping[str, Box] = {
         choices=(1, 2),
         requests=2,
         trouble=(*_ABORTS, FailStep(0, 1), FailStep(1, 1), FailStep(2, 2)),
+    ),
+    "ends": Box(
+        blocks=(8,),
+        block_sizes=(2,),
+        rows=(2,),
+        prompts=(2, 3),
+        answers=(5,),
+        waits=(0, 1),
+        watermarks=(0, 4),
+        cache=(False, True),
+        requests=2,
+        ends=_ENDS,
+        fallback=(False, True),
+        context=(64, 9),
+        queues=(64, 1),
     ),
 }

@@ -23,7 +23,7 @@ from properties.rungs import RUNGS
 from properties.scope import MUST, Kill, Scope, kills, scope
 from properties.trial import Trial
 
-LARGE = ("arrivals", "prefixes", "trouble")
+LARGE = ("arrivals", "prefixes", "trouble", "ends")
 HOLDS, VIOLATED = 0, 1
 
 Options = argparse.Namespace

@@ -156,3 +156,8 @@ def test_the_command_tells_each_fault_as_it_comes(
     assert "not within 2 workloads: D04" in told
     assert main([*command, "--json"]) == 0
     assert [kill["fault"] for kill in json.loads(capsys.readouterr().out)["kills"]] == ["A01", "D04", "P01"]
+
+
+@pytest.mark.parametrize("fault", ["D05", "D08", "C25", "S14", "S21"])
+def test_the_box_of_ends_reaches_what_no_plain_answer_does(fault: str) -> None:
+    assert first_kill(fault, ["ends"], 500).check is not None
