@@ -162,6 +162,27 @@ FAULTS = (
         work(2, 2, 1, submit(1, 1)),
         "decisions",
     ),
+    (
+        "13.7",
+        "a row without a token ends like one that ran its length",
+        ("_commit", 'r.finished = "error"  # 13.7', 'r.finished = "length"'),
+        work(2, 2, 1, submit(1, 3, fail_at=2)),
+        "decisions",
+    ),
+    (
+        "13.7",
+        "what a row without a token wrote is published",
+        ("_commit", 'r.finished = "error"  # 13.7', 'r.finished = "error"; sound.append((r, at, count))'),
+        work(2, 2, 1, submit(2, 2, fail_at=1), prefix_cache=True),
+        "ledger",
+    ),
+    (
+        "13.8",
+        "a text that fails is heard one token late",
+        ("_commit", "r.generated == r.text_fails", "r.generated - 1 == r.text_fails"),
+        work(2, 2, 1, submit(1, 3, fail_at=2, fail_by="text")),
+        "decisions",
+    ),
 )
 cases = pytest.mark.parametrize(
     ("change", "workload", "check"), [case[2:] for case in FAULTS], ids=[f"{case[0]} {case[1]}" for case in FAULTS]
