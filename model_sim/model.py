@@ -218,10 +218,10 @@ class Model:
         for reason, refused, detail in checks:
             if refused:
                 raise Refused(reason, detail)
-        for i, *text in zip(numbers, stop_after or [None] * n, text_fails or [None] * n, strict=True):
+        for i, end, fail in zip(numbers, stop_after or [None] * n, text_fails or [None] * n, strict=True):
             tokens = [*prompt]
             self._live[i] = Request(
-                i, priority, len(prompt), limit, stop_ids, min_tokens, tokens, salt, takes_hits, *text
+                i, priority, len(prompt), limit, stop_ids, min_tokens, tokens, salt, takes_hits, end, fail
             )
         self._live = dict(sorted(self._live.items(), key=lambda item: item[1].rank))  # 2.1: a rank never changes
         return numbers
