@@ -29,7 +29,7 @@ from engine.engine import Engine
 from engine.request import SamplingParams
 
 PARTS = ("schedule", "indices", "copies", "sample", "commit", "rest", "native")
-PROMPT = 24  # tokens; a step's time outside of kernels does not depend on the context
+PROMPT = 24  # tokens of the first request, each other's is one longer: so rows enter new blocks in different steps
 
 
 @attrs.frozen
@@ -95,6 +95,7 @@ def attach(engine: Engine) -> Stopwatch:
         (runner.rows, "apply", "indices"),
         (runner, "_decode", "indices"),
         (runner.inputs, "fill", "copies"),
+        (runner.inputs, "go_on", "copies"),
         (runner.sampler, "sample", "sample"),
         (runner.threads, "run", "native"),
     ):
@@ -105,7 +106,7 @@ def attach(engine: Engine) -> Stopwatch:
 def measure(engine: Engine, watch: Stopwatch, rows: int, *, steps: int = 60, temperature: float = 0.0) -> HostTime:
     """``rows`` requests decode together for ``steps`` steps. Raises ``RuntimeError`` when a step was anything else."""
     for seed in range(rows):
-        prompt = [1 + (seed * 7919 + i * 104729) % (engine.limits.vocab_size - 1) for i in range(PROMPT)]
+        prompt = [1 + (seed * 7919 + i * 104729) % (engine.limits.vocab_size - 1) for i in range(PROMPT + seed)]
         params = SamplingParams(max_tokens=steps + 4, temperature=temperature, ignore_eos=True, seed=seed)
         engine.submit(prompt, params)
     seen: dict[str, list[float]] = {part: [] for part in PARTS}

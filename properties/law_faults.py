@@ -90,7 +90,7 @@ _SOLE = (
         "W08",
         "without graphs, a decoding row is told the position of the token before",
         ("graphs",),
-        line(RUNNER, "_decode", '"positions": positions', '"positions": positions - (not self._logits)'),
+        line(RUNNER, "_fill", '"positions": positions', '"positions": positions - (not self._logits)'),
     ),
     Fault(
         "W09",

@@ -8,11 +8,13 @@
 
 So a padded row computes something finite, reads and writes the trash block only, and nobody reads its logits. The
 declaration is a table, so that a test can poison every buffer and see that nothing of it survives ``fill``.
+
+A step of the same rows in the same shape, each one position further, is written by ``go_on``: what did not change stays.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 import attrs
 import numpy as np
@@ -54,13 +56,17 @@ class StaticInputs:
         self._upload = Upload(sum(rows * (width if e.wide else 1) for e in self.padding), device) if staged else None
         self.host: dict[str, Tensor] = {}
         self.device: dict[str, Tensor] = {}
-        self._arrays: dict[str, npt.NDArray[np.int64]] = {}  # the host's memory again: numpy writes it at less cost
+        # The host's memory again. Numpy writes it at less cost than torch, and single cells cost least as those of a memoryview:
+        # after a step of kernels, each library function that is entered is first fetched into the caches.
+        self._arrays: dict[str, npt.NDArray[np.int64]] = {}
+        self._cells: dict[str, memoryview[int]] = {}
         for entry in self.padding:
             shape = (rows, width) if entry.wide else (rows,)
             host = torch.full(shape, entry.fill, dtype=torch.int64)
             self.host[entry.name] = host
             self.device[entry.name] = host
-            self._arrays[entry.name] = host.numpy()
+            array = self._arrays[entry.name] = host.numpy()
+            self._cells[entry.name] = array.reshape(-1).data
 
     def fill(self, values: dict[str, npt.NDArray[np.int64]], rows: int, width: int) -> None:
         """Writes n rows of ``values`` and pads to ``rows``; every cell of the shape (rows, width) is written.
@@ -77,6 +83,30 @@ class StaticInputs:
                 host, value = host[:, :width], value[:, :width]
             host[:n] = value
             host[n:] = entry.fill
+        self._send(rows, width)
+
+    def go_on(
+        self,
+        tokens: Sequence[int],
+        positions: Sequence[int],
+        entered: Mapping[int, int],
+        grown: Mapping[int, npt.NDArray[np.int64]],
+        rows: int,
+        width: int,
+    ) -> None:
+        """Writes what differs from the step before, of which every row is one position behind. The shape is the same, so padded
+        rows stand. ``entered``: the slots of rows that enter a block; others stay in theirs, where the next slot is one further.
+        ``grown``: the whole tables of rows with a new block."""
+        cells, slots = self._cells, self._cells["slots"]
+        for row, (token, position) in enumerate(zip(tokens, positions, strict=True)):
+            cells["tokens"][row] = token
+            cells["positions"][row] = position
+            slots[row] = entered[row] if row in entered else slots[row] + 1
+        for row, table in grown.items():
+            self._arrays["tables"][row, :width] = table[:width]
+        self._send(rows, width)
+
+    def _send(self, rows: int, width: int) -> None:
         if self._upload is not None:
             written = {entry.name: self._view(self.host, entry, rows, width).numpy() for entry in self.padding}
             self._upload.write(written)

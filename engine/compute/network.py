@@ -74,7 +74,7 @@ class Pool(Protocol):
     def nbytes(self) -> int: ...
 
     def slots(self, blocks: npt.NDArray[np.int64], offsets: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
-        """The slot of each (block, offset in it), int64 [n]."""
+        """The slot of each (block, offset in it), int64 [n]. Slots of neighbouring offsets are neighbours."""
         ...
 
 

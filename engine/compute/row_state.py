@@ -33,14 +33,20 @@ class RowView:
 
 
 class RowState:
+    """``epoch`` changes with every operation but growth: while it stands, a row has the request that it had, and the blocks that
+    it had stand where they stood."""
+
     def __init__(self, rows: int, width: int, trash_block: int) -> None:
         self.tables: npt.NDArray[np.int64] = np.full((rows, width), trash_block, dtype=np.int64)
-        self.lengths: npt.NDArray[np.int64] = np.zeros(rows, dtype=np.int64)  # blocks in each table
+        self.lengths = [0] * rows  # blocks in each table
+        self.epoch = 0
         self.requests: list[int | None] = [None] * rows
         self._trash = trash_block
 
     def apply(self, plan: Plan, follower: RowOwner) -> None:
         """The row operations of a plan, in the plan's order: the tables first, which cannot fail, then ``follower``."""
+        if plan.vacated or plan.moves or plan.seated:
+            self.epoch += 1
         for row in plan.vacated:
             self._clear(row)
         for grow in plan.grown:
@@ -77,7 +83,7 @@ class RowState:
         src, dst = move.src, move.dst
         if move.swap:
             self.tables[[src, dst]] = self.tables[[dst, src]]
-            self.lengths[[src, dst]] = self.lengths[[dst, src]]
+            self.lengths[src], self.lengths[dst] = self.lengths[dst], self.lengths[src]
             self.requests[src], self.requests[dst] = self.requests[dst], self.requests[src]
         else:
             self.tables[dst] = self.tables[src]

@@ -23,21 +23,23 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from engine.compute.graphs import eagerly
+from engine.compute.graphs import Shape, eagerly
 from engine.compute.inputs import StaticInputs, as_rows
 from engine.compute.kv import kv_bytes_per_block
 from engine.compute.network import MakeNetwork, Sizes, Span, Tokens, draw_of
 from engine.compute.row_state import RowState, RowView
 from engine.compute.sampler import Sampler
 from engine.compute.staging import Upload
+from engine.compute.standing import Standing
 from engine.compute.transformer import Transformer
 from engine.compute.weights import Progress, Weights, load_weights
 from engine.control.limits import Limits
-from engine.control.plan import Chunk, Plan, Replay, Sampled
+from engine.control.plan import Chunk, Decode, Plan, Replay, Sampled
 from engine.loading.model import LoadedModel
 
 __all__ = ["ModelRunner", "PlanRunner", "kv_bytes_per_block"]
 
+Places = npt.NDArray[np.int64] | int
 PREFILL_TOKENS = 512  # in one batch; a longer prefill is cut, which changes no bit and bounds the scratch
 PROMPT_LOGITS = 16  # rows of logits that a batch of prompt logprobs may have even where fewer requests can run
 
@@ -74,6 +76,8 @@ class PlanRunner:
         self.sample_seconds = 0.0  # all time of the sampler; on CUDA it includes waiting for the logits
         self._logits: dict[tuple[int, int], Tensor] = {}  # the output buffer of each captured shape
         self._answers: dict[tuple[tuple[int, int], int], Tensor] = {}  # its first rows, for each number of them
+        self._known_float32: Tensor | None = None
+        self._standing: Standing | None = None  # what the static inputs hold
         # Torch's mode is for networks of torch operators; entering it costs a step of native kernels a tenth of the host's time.
         self._mode: Callable[[], AbstractContextManager[object]] = (
             torch.inference_mode if draw_of(self.network) is None else nullcontext
@@ -101,6 +105,7 @@ class PlanRunner:
     def _record(self, shape: tuple[int, int]) -> None:
         nobody = as_rows([])
         tables = nobody.reshape(0, shape[1])
+        self._standing = None
         self.inputs.fill({"tokens": nobody, "positions": nobody, "slots": nobody, "tables": tables}, *shape)
         tokens, table_view = self.inputs.step(*shape)
 
@@ -126,44 +131,71 @@ class PlanRunner:
                 return ()
             logits = parts[0] if len(parts) == 1 else torch.cat(parts)
             sampling = plan.sampling
-            rows = [entry.row for entry in sampling]
+            rows, positions = [entry.row for entry in sampling], [_next_position(entry) for entry in sampling]
             began = time.perf_counter()
-            logits = logits if logits.dtype == torch.float32 else logits.float()
-            sampled = self.sampler.sample(logits, rows, [_next_position(entry) for entry in sampling])
+            logits = self._float32(logits)
+            sampled = self.sampler.sample(logits, rows, positions)
             self.sample_seconds += time.perf_counter() - began
             return sampled
 
-    def slots(self, rows: npt.NDArray[np.int64], positions: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
-        """Where the K/V of each (row, position) goes, int64 [n], by the block tables of this moment."""
+    def _float32(self, logits: Tensor) -> Tensor:
+        if logits is not self._known_float32:  # asked once: see Sampler._check
+            if logits.dtype != torch.float32:
+                return logits.float()
+            self._known_float32 = logits
+        return logits
+
+    def slots(self, rows: Places, positions: Places) -> npt.NDArray[np.int64]:
+        """Where the K/V of each (row, position) goes, int64 [n] or one, by the block tables of this moment."""
         blocks = self.rows.tables[rows, positions // self.limits.block_size]
-        return self.pool.slots(blocks, positions % self.limits.block_size)
+        offsets: Any = positions % self.limits.block_size
+        return self.pool.slots(blocks, offsets)
 
     def _decode(self, plan: Plan) -> Tensor:
         """Logits [d, vocab] of the decoding rows, in a buffer that the next decode step overwrites."""
-        batch = as_rows([(decode.row, decode.position, decode.token) for decode in plan.decodes])
-        rows, positions, tokens = batch.T
-        launch = plan.launch
-        longest = int(self.rows.lengths[rows].max())
+        launch, decodes = plan.launch, plan.decodes
+        rows = [decode.row for decode in decodes]
+        longest = max([self.rows.lengths[row] for row in rows])
         shape = (launch.rows, launch.width) if isinstance(launch, Replay) else (len(rows), longest)
         if longest > shape[1] or len(rows) > shape[0]:
             raise ValueError(f"{len(rows)} rows with tables of up to {longest} blocks do not fit the shape {shape}")
-        values = {
-            "tokens": tokens,
-            "positions": positions,
-            "slots": self.slots(rows, positions),
+        now = Standing(shape, rows, self.rows.epoch, [decode.position for decode in decodes])
+        before, self._standing = self._standing, None  # until this step is written
+        if not isinstance(launch, Replay):
+            self._fill(decodes, self.rows.tables[rows], shape)
+            return self.network.decode(eagerly, *self.inputs.step(*shape))
+        if shape not in self._graphs:
+            raise ValueError(f"the plan replays shape {shape}, which was not recorded")
+        if before is not None and before.precedes(now):
+            self._go_on(plan, now)
+        else:
             # A recorded step reads the window of cache rows from row zero, which rule 12 makes the batch: one copy, no gather.
-            "tables": self.rows.tables[: len(rows)] if isinstance(launch, Replay) else self.rows.tables[rows],
+            self._fill(decodes, self.rows.tables[: len(rows)], shape)
+        self._standing = now
+        self._graphs.replay(shape)
+        kept = self._answers.get((shape, len(rows)))
+        if kept is None:
+            kept = self._answers[shape, len(rows)] = self._logits[shape][: len(rows)]
+        return kept
+
+    def _fill(self, decodes: Sequence[Decode], tables: npt.NDArray[np.int64], shape: Shape) -> None:
+        """All inputs of a decode step of this shape; ``tables`` [d, width] are those that its rows read."""
+        batch = as_rows([(decode.row, decode.position, decode.token) for decode in decodes])
+        rows, positions, tokens = batch.T
+        slots = self.slots(rows, positions)
+        self.inputs.fill({"tokens": tokens, "positions": positions, "slots": slots, "tables": tables}, *shape)
+
+    def _go_on(self, plan: Plan, now: Standing) -> None:
+        """The inputs of a step that the one before precedes."""
+        size = self.limits.block_size
+        entered = {
+            i: int(self.slots(now.rows[i], position))
+            for i, position in enumerate(now.positions)
+            if position % size == 0
         }
-        self.inputs.fill(values, *shape)
-        if isinstance(launch, Replay):
-            if shape not in self._graphs:
-                raise ValueError(f"the plan replays shape {shape}, which was not recorded")
-            self._graphs.replay(shape)
-            kept = self._answers.get((shape, len(rows)))
-            if kept is None:
-                kept = self._answers[shape, len(rows)] = self._logits[shape][: len(rows)]
-            return kept
-        return self.network.decode(eagerly, *self.inputs.step(*shape))
+        # Of a recorded step, line i of the tables is cache row i, whoever decodes.
+        grown = {grow.row: self.rows.tables[grow.row] for grow in plan.grown if grow.row < len(now.rows)}
+        self.inputs.go_on([decode.token for decode in plan.decodes], now.positions, entered, grown, *now.shape)
 
     def _prefill(self, chunks: Sequence[Chunk]) -> list[Tensor]:
         """Logits of the chunks that sample, in order: tensors of [m, vocab]."""

@@ -108,7 +108,7 @@ class Plan:
     @property
     def sampling(self) -> tuple[Chunk | Decode, ...]:
         """What samples in this iteration, in the order in which ``Runner.execute`` returns the tokens."""
-        return (*[chunk for chunk in self.chunks if chunk.samples], *self.decodes)
+        return (*[chunk for chunk in self.chunks if chunk.samples], *self.decodes) if self.chunks else self.decodes
 
 
 @attrs.frozen

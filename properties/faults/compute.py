@@ -92,6 +92,38 @@ PADDING = in_area(
     ),
     rung="rows",
 )
+STANDING = in_area(
+    "graph replay",
+    Fault(
+        "N61",
+        "a decode step goes on from the one before though rows were given or taken in between",
+        ("writes", "solo"),
+        line(ROW_STATE, "apply", "self.epoch += 1", "pass"),
+        rules=("12.6",),
+    ),
+    Fault(
+        "N62",
+        "a row that enters a block writes behind the one before",
+        ("writes", "solo"),
+        line(INPUTS, "go_on", "entered[row] if row in entered else slots[row] + 1", "slots[row] + 1"),
+        rules=("12.6",),
+    ),
+    Fault(
+        "N63",
+        "a new block is missing in the tables of a step that goes on from the one before",
+        ("writes", "solo"),
+        line(INPUTS, "go_on", "in grown.items()", "in ()"),
+        rules=("12.6",),
+    ),
+    Fault(
+        "N64",
+        "of several rows with a new block only the first is told to a step that goes on",
+        ("writes", "solo"),
+        line(RUNNER, "_go_on", "for grow in plan.grown if", "for grow in plan.grown[:1] if"),
+        rules=("12.6",),
+    ),
+    rung="rows",
+)
 PLACES = in_area(
     "rows",
     Fault(
@@ -262,4 +294,4 @@ ARITHMETIC = in_area(
     ),
     rung="tiny",
 )
-FAULTS: tuple[Fault, ...] = (*PADDING, *PLACES, *SAMPLING, *MASKS, *ARITHMETIC)
+FAULTS: tuple[Fault, ...] = (*PADDING, *STANDING, *PLACES, *SAMPLING, *MASKS, *ARITHMETIC)

@@ -61,7 +61,7 @@ DRAWS = in_area(
         "N56",
         "the noise of all rows of a step is that of the first one's position",
         ("tokens", "solo"),
-        line(DRAW, "__call__", "self._words[:n, -1] = positions", "self._words[:n, -1] = positions[0]"),
+        line(DRAW, "__call__", "self._cells[place] = position", "self._cells[place] = positions[0]"),
         rules=("14.2",),
     ),
     Fault(

@@ -45,7 +45,7 @@ def test_what_became_slow_is_named(part: str) -> None:
     engine: Any = small_engine()
     owner, name = {
         "schedule": (engine.scheduler, "_compact"),
-        "copies": (engine.runner.inputs, "fill"),
+        "copies": (engine.runner.inputs, "go_on"),
         "sample": (engine.runner.sampler, "_draw_rows"),
         "commit": (engine.scheduler, "_publish"),
     }[part]
