@@ -84,7 +84,7 @@ class WritesDiffer(Divergence):
 
 
 class TokensDiffer(Divergence):
-    """What the plan hands to compute, and what was appended."""
+    """What the plan hands to compute, what was appended, and, where there is a sampler, what was told beside it."""
 
     check = "tokens"
 

@@ -87,7 +87,9 @@ FLOORS: Mapping[str, float] = {
 }
 
 
+_REPORTS = {"logprobs compared": 0.25, "prompt logprobs compared": 0.1, "logits digests compared": 0.22}
 ON_RUNG: Mapping[str, Mapping[str, float]] = {
+    **dict.fromkeys(("tiny", "native", "gpu"), _REPORTS),
     "wire": {
         "deliveries merged": 0.35,
         "deliveries merged with an end": 0.2,

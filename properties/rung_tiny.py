@@ -1,24 +1,30 @@
 """The tiny rung: a small random transformer in fp32, real attention, real sampler, recorded graphs. ``native`` is the same on
 the native kernels and their tape, ``triton`` on the GPU's kernels in their interpreter, ``gpu`` on CUDA with CUDA graphs.
 
-The solo run of each request is computed first and feeds the specification. Before every step the harness fills every cache
+The solo run of each request is computed first and feeds the specification; what a request is told beside its tokens, logprobs and
+digests of logits, is compared with it, too. Before every step the harness fills every cache
 cell that nobody owns with NaN, so that whoever reads one is seen; after it, exactly the scheduled cells may have changed.
 What it cannot see: a mistake in arithmetic that the solo run makes as well.
 """
 
 from __future__ import annotations
 
-from typing import ClassVar
+from collections.abc import Mapping
+from typing import Any, ClassVar
 
 import numpy as np
 import torch
 from torch import Tensor
 
 from engine.compute.kv import KVPool
+from engine.control.plan import Sampled
+from engine.control.record import StepRecord
 from engine.trace import Shape, Submit, prompt_tokens
 from properties.cache_cells import Touched, place
 from properties.checks import Fact
 from properties.compute_rung import ComputeRung, must_fit, some
+from properties.diff import Known
+from properties.reports import Reports
 from properties.sampled import Sampling, sampling_of
 from properties.solo import askable
 from properties.solo_transformer import Question, alone
@@ -52,6 +58,11 @@ class SoloOracle:
     def token(self, request: int, k: int) -> int:
         question, wanted = self._requests[request]
         return alone(question).tokens(max(wanted, k + 1))[k]
+
+    def sample(self, request: int, k: int) -> Sampled | None:
+        """See ``reports.Oracle``."""
+        question, wanted = self._requests[request]
+        return alone(question).samples(max(wanted, k + 1))[k] if question.sampling.asks else None
 
     def _question(self, prompt: tuple[int, ...], sampling: Sampling) -> Question:
         return Question(self._kernels, self._shape.max_model_len, prompt, sampling)
@@ -117,7 +128,26 @@ class TinyRung(ComputeRung):
         must_fit(shape, self.name, MOST_CELLS)
         if torch.get_num_threads() != 1:
             torch.set_num_threads(1)  # on CPU the bits of a row may depend on their number
-        super().__init__(shape, tiny_network(self.kernels), SoloOracle(self.kernels, shape))
+        oracle = SoloOracle(self.kernels, shape)
+        super().__init__(shape, tiny_network(self.kernels), oracle)
+        self._reports = Reports(oracle)
+        self._known: Mapping[int, Known] = {}
+        self._record: StepRecord | None = None
+
+    def expect(self, step: Mapping[str, Any], after: Mapping[str, Any], known: Mapping[int, Known]) -> None:
+        super().expect(step, after, known)
+        self._known = known
+
+    def step(self, *, fails: bool) -> StepRecord:
+        self._record = super().step(fails=fails)
+        return self._record
+
+    def facts(self) -> Mapping[str, tuple[Fact, ...]]:
+        assert self._record is not None
+        return {**super().facts(), "tokens": self._reports.facts(self._record, self._known)}
+
+    def happened(self) -> Mapping[str, int]:
+        return self._reports.happened
 
     def watch(self) -> TensorWatch:
         pool = self.network.pool

@@ -1,8 +1,9 @@
 """How a workload's requests are sampled, as a value that can be a key, and as what travels to the runner.
 
 It is what ``Engine.submit`` makes of the same request, except that a seed which is not given is settled as 0: a workload
-must say all that decides a run. For the same reason its filters and penalties follow from its seed (``STYLES``): a workload has
-no words for them, and on the rungs with a real sampler every kind of request must come up.
+must say all that decides a run. For the same reason its filters and penalties follow from its seed (``STYLES``), and so does what
+it wants to know beside its tokens (``REPORTS``): a workload has no words for them, and on the rungs with a real sampler every
+kind of request must come up. Who takes no hits does so for the logprobs of its prompt, as over HTTP.
 """
 
 from __future__ import annotations
@@ -29,6 +30,10 @@ STYLES: tuple[Mapping[str, Any], ...] = (
     {"frequency_penalty": 1.0},
 )
 """What a request with seed s asks for besides its temperature: the s-th, modulo their number."""
+REPORTS: tuple[Mapping[str, Any], ...] = ({}, {"logprobs": 3}, {"logprobs": 0, "logits_digest": True})
+"""The same, of the seed divided by the number of styles."""
+PROMPT_LOGPROBS = 2  # likeliest ids beside each token of a prompt
+FAR = len(STYLES) * len(REPORTS) * 2**58  # so far below, a seed is a different one of the same kind
 PENALISED = len(STYLES) - 1
 SEEDS = len(STYLES)  # few, so that solo runs are asked for again
 
@@ -42,21 +47,34 @@ class Sampling:
     min_tokens: int
     masked: tuple[int, ...]
     style: int = 0
+    reports: int = 0
+    prompt: bool = False  # logprobs of the prompt are asked for
 
     @property
     def spec(self) -> SamplingSpec:
         params = SamplingParams(
-            temperature=self.temperature, min_tokens=self.min_tokens, ignore_eos=True, **STYLES[self.style]
+            temperature=self.temperature,
+            min_tokens=self.min_tokens,
+            ignore_eos=True,
+            prompt_logprobs=PROMPT_LOGPROBS if self.prompt else None,
+            **STYLES[self.style],
+            **REPORTS[self.reports],
         )
         return SamplingSpec(params, self.seed, self.masked)
+
+    @property
+    def asks(self) -> bool:
+        """Whether anything beside tokens is told."""
+        return self.prompt or bool(REPORTS[self.reports])
 
 
 def sampling_of(event: Submit, stop_ids: frozenset[int]) -> list[Sampling]:
     """One for each choice of a submission."""
     masked = tuple(sorted(stop_ids)) if event.min_tokens else ()
     seed = event.seed or 0
+    kind = seed % len(STYLES), seed // len(STYLES) % len(REPORTS), not event.takes_hits
     return [
-        Sampling(event.temperature, choice_seed(seed, choice), event.min_tokens, masked, seed % len(STYLES))
+        Sampling(event.temperature, choice_seed(seed, choice), event.min_tokens, masked, *kind)
         for choice in range(event.n)
     ]
 
@@ -68,16 +86,24 @@ def with_sampling(workload: Workload) -> Workload:
     if any(event.temperature or event.seed is not None for event in submits):
         return workload
     turn = int(workload.digest(), 16)  # where to begin, so that the first request is not always of the same kind
+    asks = turn // 32 % 2 == 0
     warmed = {
         id(event): replace(
             event,
             temperature=0.8 if event.n > 1 else TEMPERATURES[(turn + number) % len(TEMPERATURES)],  # else all are equal
-            seed=(turn // len(TEMPERATURES) + number) % SEEDS,
+            seed=(turn // len(TEMPERATURES) + number) % SEEDS + (_asking(turn, number) if asks else 0),
+            # without a prefix cache nobody takes hits, so that asking for the prompt's logprobs changes nothing else
+            takes_hits=event.takes_hits and (workload.shape.prefix_cache or not asks or number % 2 == 0),
         )
         for number, event in enumerate(submits)
     }
     seeded = replace(workload, events=tuple(warmed.get(id(event), event) for event in workload.events))
     return _talkative(seeded) if turn % 6 == 0 else seeded
+
+
+def _asking(turn: int, number: int) -> int:
+    """What is added to the seeds of a workload that asks: most requests want more than tokens, some have a far seed."""
+    return len(STYLES) * ((turn // 64 + number) % len(REPORTS)) - (FAR if (turn // 64 + number) % 5 == 4 else 0)
 
 
 def _talkative(workload: Workload) -> Workload:

@@ -71,16 +71,22 @@ class Alone:
 
     def __init__(self, question: Question) -> None:
         self._question = question
+        self._samples: tuple[Sampled, ...] = ()
         self._tokens: tuple[int, ...] = ()
 
     def tokens(self, count: int) -> tuple[int, ...]:
         """The first ``count`` tokens of the solo run."""
+        self.samples(count)
+        return self._tokens[:count]
+
+    def samples(self, count: int) -> tuple[Sampled, ...]:
+        """At least the first ``count`` of them, with all that was told beside them."""
         if count > len(self._tokens):
             asked = self._question
             with disarmed():
                 samples = _runner(asked.kernels, asked.longest).run(asked.prompt, asked.sampling.spec, count)
-            self._tokens = tuple(sample.token for sample in samples)
-        return self._tokens[:count]
+            self._samples, self._tokens = tuple(samples), tuple(sample.token for sample in samples)
+        return self._samples
 
 
 @functools.lru_cache(maxsize=20_000)

@@ -58,16 +58,9 @@ ELSEWHERE = {
         "row_state.RowOwner.seat",
         "attention.Take.__call__",
     ),
-    "only where kernels draw, on the rung native": (
-        "sampler.Sampler._draw_rows",
-        "sampler.Sampler._state",
-    ),
-    "no workload asks for logprobs; tests/sampling and tests/conformance do": (
-        "sampler.report",
-        "sampler.digest",
-        "sampler.Sampler.note_prompt",
-        "sampling_row.RowState.note_prompt",
-        "sampling_row.RowState.prompt_successor",
+    "only where kernels draw, on the rung native": ("sampler.Sampler._draw_rows",),
+    "logits of a prompt position that are no numbers; workloads spoil sampled rows, tests/sampling has these": (
+        "sampling_row.RowState.spoil",
     ),
     "other types and models than fp32 and plain rotary positions; tests/conformance has them": (
         "kernels.copy",
