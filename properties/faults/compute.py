@@ -272,7 +272,7 @@ ARITHMETIC = in_area(
     Fault(
         "N42",
         "attention reads one row too many",
-        ("writes", "solo"),
+        ("decisions", "writes", "solo"),
         line(KERNELS, "context_rows", "torch.gt(lanes, last, out=outside)", "torch.gt(lanes, last + 1, out=outside)"),
     ),
     Fault(
@@ -284,7 +284,7 @@ ARITHMETIC = in_area(
     Fault(
         "N44",
         "values are written one head too far",
-        ("writes", "solo"),
+        ("decisions", "writes", "solo"),
         line(
             "engine.compute.kv:KVPool",
             "slots",

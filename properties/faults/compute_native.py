@@ -17,7 +17,7 @@ TAPE = in_area(
     Fault(
         "N51",
         "a tape reads the block tables that stood there while it was recorded",
-        ("writes", "tokens", "solo"),
+        ("decisions", "writes", "tokens", "solo"),
         line(NETWORK, "_decode", "step.positions, tables)", "step.positions, tables.clone())"),
         rules=("12.6",),
         needs="replayed",
@@ -37,13 +37,13 @@ PLACES = in_area(
     Fault(
         "N53",
         "all requests of a prefill attend over the first one's block table",
-        ("writes", "solo"),
+        ("decisions", "writes", "solo"),
         line(NETWORK, "_prefill", "step.positions[part], span.table", "step.positions[part], spans[0].table"),
     ),
     Fault(
         "N54",
         "keys and values go where their token stands in its request, not where its block lies",
-        ("writes", "solo"),
+        ("decisions", "writes", "solo"),
         line(NETWORK, "_layers", "(step.positions, step.slots)", "(step.positions, step.positions)"),
     ),
     rung="native",
