@@ -17,7 +17,7 @@ from engine.trace import FormatError
 from properties import commands, fault_commands, graph_faults, law_commands, scope_command
 from properties.experiments import UNLIMITED
 from properties.faults import Faded
-from properties.options import Misuse, at_least, fault, minutes
+from properties.options import Misuse, Names, at_least, fault, minutes
 from properties.rungs import RUNGS, Unavailable
 from properties.subject import NoSubject, find
 from properties.workers import Terminated
@@ -187,9 +187,9 @@ def _searches(names: argparse._SubParsersAction[Parser]) -> None:
         "graph-faults",
         commands.graph_faults_command,
         "Hunt the faults of recorded graphs, padding and rows on the rungs that compute; print which check sees each.",
-        "graph-faults --only G02,N01",
+        "graph-faults --only G02 N01",
     )
-    graphs.add_argument("--only", metavar="F,F", type=_faults, help="these faults of the table")
+    graphs.add_argument("--only", metavar="FAULT", action=Names, known=_of_graphs, help="these faults of the table")
     graphs.add_argument("--output", metavar="FILE", type=Path, help="write the table there, too")
     law_commands.add_commands(lambda *told: _command(names, *told), at_least)
     scope_command.add_commands(lambda *told: _command(names, *told), at_least)
@@ -251,12 +251,10 @@ def _experiments(names: argparse._SubParsersAction[Parser]) -> None:
         _found(command)
 
 
-def _faults(text: str) -> list[str]:
-    chosen = [fault(part) for part in text.split(",")]
-    for name in chosen:
-        if name not in graph_faults.chosen():
-            raise argparse.ArgumentTypeError(f"{name} is no fault of graphs, padding or rows")
-    return chosen
+def _of_graphs(text: str) -> str:
+    if fault(text) not in graph_faults.chosen():
+        raise argparse.ArgumentTypeError(f"{text} is no fault of graphs, padding or rows")
+    return text
 
 
 def _numbers(text: str) -> list[int]:

@@ -44,7 +44,7 @@ def replay(options: Options) -> int:
     elif found is None:
         print(f"holds: {len(outcome.steps)} iterations, {len(outcome.callers)} accepted requests")
         if workload.digests:
-            print(f"{min(len(outcome.steps), len(workload.digests))} of them decided as they were recorded")
+            print(f"{_met(len(outcome.steps), len(workload.digests))} decided as when they were recorded")
     else:
         print(report(workload, outcome, found, again))
     _say_written(options, written)
@@ -130,6 +130,12 @@ def _coverage_table(options: Options) -> int:
     if options.output is not None:
         options.output.write_text(coverage_table.page(listed), encoding="utf-8")
     return VIOLATED if complaints else HOLDS
+
+
+def _met(ran: int, recorded: int) -> str:
+    """How many recorded iterations a replay without a finding has met."""
+    which = "all" if ran >= recorded else f"the first {ran} of"
+    return f"{which} {recorded} recorded iterations were"
 
 
 def graph_faults_command(options: Options) -> int:

@@ -24,6 +24,7 @@ from properties.law_matrix import LawRow
 from properties.laws import LAWS
 from properties.matrix import Matrix, Row, stored
 from properties.matrix_run import digest, rows
+from properties.options import Names
 from properties.options import fault as fault_id
 
 Options = argparse.Namespace
@@ -239,7 +240,7 @@ def add_commands(
         "faults --only A05",
     )
     for made, known in ((grid, law_fault), (table, fault_id)):
-        made.add_argument("--only", metavar="FAULT", nargs="+", type=known, help="some faults; then nothing is written")
+        made.add_argument("--only", metavar="FAULT", action=Names, known=known, help="some; then nothing is written")
         made.add_argument("--output", metavar="DIR", type=Path, default=Path("ci"), help="where it is written (ci)")
     grid.add_argument(
         "--workloads",

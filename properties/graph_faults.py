@@ -87,11 +87,12 @@ def complaints(listed: Sequence[Hunted]) -> list[str]:
 
 
 def page(listed: Sequence[Hunted]) -> str:
-    """The table, in Markdown: one line a fault."""
+    """The table, in Markdown: one line a fault. One of some faults says so."""
+    some, every = len({line.fault for line in listed}), len(chosen())
     told = [
-        "# Faults of recorded graphs, padding and rows",
+        "# Faults of recorded graphs, padding and rows" + (f": {some} of {every}" if some < every else ""),
         "",
-        f"Written by `{COMMAND}`. Each fault is armed alone and hunted with generated workloads on two rungs;",
+        f"{_origin(some, every)}. Each fault is armed alone and hunted with generated workloads on two rungs;",
         "told are the check that saw it first, and after how many workloads.",
         "",
         "| fault | report | what is wrong | rows | tiny |",
@@ -102,6 +103,10 @@ def page(listed: Sequence[Hunted]) -> str:
         cells = [_cell(lines.get((fault, rung)), fault, rung) for rung in RUNGS]
         told.append(f"| {fault} | {REPORTED.get(fault, '')} | {CATALOGUE[fault].title} | {cells[0]} | {cells[1]} |")
     return "\n".join(told) + "\n"
+
+
+def _origin(some: int, every: int) -> str:
+    return f"Written by `{COMMAND}`" if some == every else f"Part of the table that `{COMMAND}` writes"
 
 
 def _cell(line: Hunted | None, fault: str, rung: str) -> str:

@@ -11,7 +11,7 @@ import attrs
 from properties.law_faults import LAW_FAULTS, armed_for_laws
 from properties.law_play import DEFAULT, TINY
 from properties.laws import LAWS, Report, check_laws
-from properties.options import Misuse, fault
+from properties.options import Misuse, Names, fault
 
 HOLDS, VIOLATED = 0, 1
 
@@ -58,6 +58,12 @@ def _table(report: Report) -> list[str]:
     return lines
 
 
+def _law(text: str) -> str:
+    if text not in LAWS:
+        raise argparse.ArgumentTypeError(f"there is no law {text!r}; there are {', '.join(sorted(LAWS))}")
+    return text
+
+
 def law_fault(text: str) -> str:
     """An id of the laws' own faults or of the catalogue."""
     return text if text in LAW_FAULTS else fault(text)
@@ -72,7 +78,7 @@ def add_commands(
         "Run lists of requests with one setting changed at a time: nobody may be told anything else, to the byte.",
         "laws --lists 4",
     )
-    laws.add_argument("--only", metavar="LAW", nargs="+", choices=sorted(LAWS), help="some laws; default: all")
+    laws.add_argument("--only", metavar="LAW", action=Names, known=_law, help="some laws; default: all")
     laws.add_argument("--lists", metavar="N", type=at_least(1), default=2, help="lists of requests (default 2)")
     laws.add_argument("--requests", metavar="N", type=at_least(1), default=8, help="requests in a list (default 8)")
     laws.add_argument("--seed", metavar="S", type=at_least(0), default=0, help="number of the first list (default 0)")

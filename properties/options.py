@@ -6,6 +6,7 @@ import argparse
 import difflib
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 from properties.faults import CATALOGUE
 
@@ -48,6 +49,24 @@ def fault(text: str) -> str:
     near = difflib.get_close_matches(text.upper(), CATALOGUE, n=3, cutoff=0.5)
     perhaps = f"; did you mean {' or '.join(near)}?" if near else "."
     raise argparse.ArgumentTypeError(f"there is no fault {_short(text)}{perhaps} '{LISTING}' lists them all")
+
+
+class Names(argparse.Action):
+    """Several names, each read by ``known``: with spaces between them, as documented, or commas."""
+
+    def __init__(self, option_strings: list[str], dest: str, *, known: Callable[[str], str], **told: Any) -> None:
+        super().__init__(option_strings, dest, nargs="+", **told)
+        self._known = known
+
+    def __call__(self, parser: Any, namespace: argparse.Namespace, values: Any, option: str | None = None) -> None:
+        """Raises ``ArgumentError`` for what ``known`` does not know, and where no name is left."""
+        names = [name.strip() for value in values for name in value.split(",") if name.strip()]
+        if not names:
+            raise argparse.ArgumentError(self, "expected at least one name")
+        try:
+            setattr(namespace, self.dest, [self._known(name) for name in names])
+        except argparse.ArgumentTypeError as error:
+            raise argparse.ArgumentError(self, str(error)) from None
 
 
 def judge_outputs(options: argparse.Namespace) -> None:

@@ -15,6 +15,7 @@ import pytest
 import properties
 from engine.trace import MAX_TOTAL, FormatError, Shape, Submit, Workload, dumps, loads, save
 from properties.__main__ import main
+from properties.cli import parser
 from properties.faults import CATALOGUE
 from properties.rungs import Unavailable
 from properties.trial import Trial
@@ -151,3 +152,21 @@ def test_a_page_has_the_same_bytes_in_every_process(tmp_path: Path) -> None:
         )
         made.append(tuple(path.read_bytes() for path in out))
     assert len(set(made)) == 1
+
+
+@pytest.mark.parametrize("command", ["matrix", "faults", "graph-faults"])
+def test_names_stand_behind_only_with_spaces_or_commas(command: str, capsys: pytest.CaptureFixture[str]) -> None:
+    for spelled in (["G02", "N01"], ["G02,N01"], ["G02,", "N01"]):
+        assert parser().parse_args([command, "--only", *spelled]).only == ["G02", "N01"]
+    for wrong in (["G02,G2"], [","]):
+        with pytest.raises(SystemExit):
+            parser().parse_args([command, "--only", *wrong])
+        assert "argument --only: " in capsys.readouterr().err
+
+
+def test_laws_are_named_alike(capsys: pytest.CaptureFixture[str]) -> None:
+    for spelled in (["restart", "block size"], ["restart,block size"]):
+        assert parser().parse_args(["laws", "--only", *spelled]).only == ["restart", "block size"]
+    with pytest.raises(SystemExit):
+        parser().parse_args(["laws", "--only", "gravity"])
+    assert "there is no law 'gravity'; there are" in capsys.readouterr().err

@@ -15,12 +15,14 @@ import pytest
 
 import properties
 from engine.trace import Shape, Submit, Workload, load, save
+from properties import commands
 from properties.__main__ import main
 from properties.hunt import hunt
 from properties.lockstep import run
 from properties.report import LEGEND
 from properties.rungs import Unavailable
 from properties.trial import Trial
+from tests.properties.counted_hunt import counted_hunt
 
 ROOT = Path(properties.__file__).parent.parent
 LEAK = str(ROOT / "properties" / "regress" / "A05-the-published-leak.json")
@@ -163,8 +165,11 @@ def test_help_teaches_by_example(capsys: pytest.CaptureFixture[str], command: st
     assert ("Example: python -m properties" if command else "pytest properties -n auto") in " ".join(out.split())
 
 
-def test_hunt_finds_shrinks_and_saves(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
-    status, said = answer(capsys, f"hunt --minutes 0.02 --seed 5 --jobs 1 --arm A03 --found {tmp_path}")
+def test_hunt_finds_shrinks_and_saves(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(commands, "hunt", lambda *_, **__: counted_hunt(Trial(fault="A03"), seed=5, workloads=500))
+    status, said = answer(capsys, f"hunt --minutes 1 --seed 5 --jobs 1 --arm A03 --found {tmp_path}")
     assert (status, said["holds"], said["seed"]) == (1, False, 5)
     saved = load(Path(said["finds"][0]["file"]))
     assert saved.fault == "A03"
@@ -237,6 +242,7 @@ def test_what_serving_installs_is_enough_to_replay() -> None:
     script = f"""
 import sys
 sys.modules["hypothesis"] = None
+from properties import commands
 from properties.__main__ import main
 sys.exit(main(["replay", {LEAK!r}]))
 """

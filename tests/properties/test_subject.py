@@ -12,7 +12,7 @@ import attrs
 import pytest
 
 from engine.trace import Abort, FailStep, Shape, Submit, Workload, load
-from properties import corpus
+from properties import commands, corpus
 from properties.__main__ import main
 from properties.examples import ours, slots, tidy
 from properties.examples.slots import Gaps, Slots
@@ -23,6 +23,8 @@ from properties.page import page
 from properties.subject import Ask, Batch, Compute, Holdings, MakeSubject, Promises, Refused, Told, Work, find
 from properties.subject_cache import Alone, Cache
 from properties.subject_run import floors_for, run_subject
+from properties.trial import Trial
+from tests.properties.counted_hunt import counted_hunt
 
 EXAMPLES = Path(slots.__file__).parent
 SHAPE = Shape(6, 2, 3, budget=8)
@@ -67,11 +69,16 @@ def test_a_scheduler_that_refuses_everything_misses_the_floors() -> None:
     ("fault", "check"), [("slots:unjoined", "drain"), ("slots:greedy", "ledger"), ("tidy:backwards", "writes")]
 )
 def test_the_hunt_finds_the_planted_fault(
-    fault: str, check: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    fault: str, check: str, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """As the README tells it: hunted, shrunk to a few events, replayed with exit status 1, and gone without the fault."""
+    """As the README tells it: hunted, shrunk to a few events, replayed with exit status 1, and gone without the fault.
+
+    The hunt ends with the find or after so many workloads, and not by the clock."""
     name = f"properties.examples.{fault}"
-    hunted = ["hunt", "--minutes", "0.02", "--seed", "1", "--jobs", "1", "--found", str(tmp_path), "--json"]
+    monkeypatch.setattr(
+        commands, "hunt", lambda *_, **__: counted_hunt(Trial(subject=name), seed=1, workloads=500, check=check)
+    )
+    hunted = ["hunt", "--minutes", "1", "--seed", "1", "--jobs", "1", "--found", str(tmp_path), "--json"]
     assert main([*hunted, "--subject", name]) == 1
     finds = {found["check"]: found["file"] for found in json.loads(capsys.readouterr().out)["finds"]}
     saved = load(Path(finds[check]))

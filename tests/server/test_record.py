@@ -288,7 +288,10 @@ def test_the_replay_command_says_whether_decisions_were_met(tmp_path: Path, caps
     path = tmp_path / "run.json"
     save(workload, path)
     assert main(["replay", str(path)]) == 0
-    assert f"{len(workload.digests)} of them decided as they were recorded" in capsys.readouterr().out
+    count = len(workload.digests)
+    assert f"all {count} recorded iterations were decided as when they were recorded" in capsys.readouterr().out
+    assert main(["replay", str(path), "--until", "2"]) == 0
+    assert f"the first 2 of {count} recorded iterations were decided as when" in capsys.readouterr().out
     save(replace(workload, digests=(*workload.digests[:-1], "0" * 12)), path)
     assert main(["replay", str(path)]) == 1
     assert f"recording at iteration {len(workload.digests)}" in capsys.readouterr().out
