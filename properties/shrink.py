@@ -1,8 +1,8 @@
 """A reducer on the value itself: what Hypothesis cannot shrink (saved files, the hunter's finds, recorded traffic), this can.
 
-Greedy: try smaller workloads in an order from coarse to fine (drop events, then simplify the shape, then single fields), keep
-each one that still fails with the same check, and start over until nothing smaller fails. No randomness: the same file
-shrinks to the same file.
+Greedy: try smaller workloads in an order from coarse to fine (drop events, join equal ones, then simplify the shape, then single
+fields), keep each one that still fails with the same check, and start over until nothing smaller fails. No randomness: the same
+file shrinks to the same file.
 
 Requests are named by number, in aborts and in streams of somebody's answer. So events are dropped in two ways: as they stand,
 and with those names following whom they meant.
@@ -12,11 +12,13 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from dataclasses import fields, replace
+from itertools import pairwise
 from string import ascii_lowercase
 from typing import Any
 
 from engine.trace import ANSWER, BELOW, OUTSIDE, Abort, Event, FailStep, FormatError, Shape, Submit, Workload
 
+MOST_CHOICES = 64  # of one submission
 Fails = Callable[[Workload], bool]
 
 _SIMPLEST: dict[str, Any] = {
@@ -63,12 +65,23 @@ def _candidates(workload: Workload) -> Iterator[Workload]:
         for at in range(0, size, span):
             yield from _followed(workload, at, min(size, at + span))
         span //= 2
+    yield from _joined(workload)
     yield from _renamed(workload)
     for shape in _shapes(workload.shape):
         yield replace(workload, shape=shape)
     for at, event in enumerate(events):
         for simpler in _events(event):
             yield replace(workload, events=(*events[:at], simpler, *events[at + 1 :]))
+
+
+def _joined(workload: Workload) -> Iterator[Workload]:
+    """Two submissions that follow each other at once and ask for the same, as one of so many choices. Numbers stay."""
+    events = workload.events
+    for at, (one, two) in enumerate(pairwise(events)):
+        if not isinstance(one, Submit) or not isinstance(two, Submit) or two.wait or one.n + two.n > MOST_CHOICES:
+            continue
+        if replace(one, wait=0, n=1) == replace(two, n=1):
+            yield replace(workload, events=(*events[:at], replace(one, n=one.n + two.n), *events[at + 2 :]))
 
 
 def _followed(workload: Workload, at: int, end: int) -> Iterator[Workload]:
