@@ -18,7 +18,7 @@ engine, so what the front refuses is put to the door as well, which must refuse 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
 from typing import TYPE_CHECKING, Any, TypeVar, cast
 
@@ -271,7 +271,10 @@ def _params(event: Submit, stop_ids: frozenset[int], stops: tuple[str, ...]) -> 
         return None
 
 
-def _answer(context: Context, event: Submit, params: SamplingParams) -> Answer:
+def _answer(
+    context: Context, event: Submit, params: SamplingParams, prompts: Sequence[tuple[int, ...]] | None = None
+) -> Answer:
+    """``prompts``: several in one request, in the place of the event's own (tests/properties)."""
     from server.answer import Answer
     from server.logprobs import Namer
     from server.prompts import Prompt
@@ -285,12 +288,12 @@ def _answer(context: Context, event: Submit, params: SamplingParams) -> Answer:
         token_ids=True,
         include_usage=True,
     )
-    prompt = Prompt(prompt_tokens(event.prompt))
+    asked = [Prompt(ids) for ids in prompts or [prompt_tokens(event.prompt)]]
 
     async def work(send: Any) -> None:
         await context.answer(
             send,
-            [prompt],
+            asked,
             params,
             partial(CompletionShape, wish=wish),
             stream=event.client != "whole",
