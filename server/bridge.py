@@ -3,6 +3,9 @@
     event loop --commands (SimpleQueue)--> engine thread: commands, then one step, and again
     event loop <--one call_soon_threadsafe per batch-- engine thread
 
+Kernels run without the interpreter lock, so the event loop works while they do: what one step made is told, turned into text
+and counted while the next one computes. The engine thread does for it only what needs the engine between two iterations.
+
 The engine thread sleeps in the queue's ``get`` while there is nothing to do, so an idle server uses no CPU. What a step
 made crosses to the event loop in one batch, whatever the number of requests. Commands are applied in the order in which
 they were sent, so an abort that follows its submit always finds it.
@@ -17,7 +20,7 @@ import time
 from collections.abc import Callable, Sequence
 from enum import StrEnum
 from functools import partial
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 
 import attrs
 import structlog
@@ -34,6 +37,7 @@ if TYPE_CHECKING:
     from engine.engine import Engine
 
 log = structlog.get_logger("lockstep.engine")
+T = TypeVar("T")
 
 
 class Phase(StrEnum):
@@ -66,9 +70,11 @@ class StepTimes:
 
 
 class Sink(Protocol):
-    """Told of every step on the engine thread. What it raises is logged and goes no further."""
+    """Told of every step on the engine thread, between two iterations. What it raises is logged and goes no further."""
 
-    def step(self, engine: Engine, record: StepRecord, times: StepTimes) -> None: ...
+    def step(self, engine: Engine, record: StepRecord, times: StepTimes) -> Callable[[], None] | None:
+        """What it returns is called on the event loop, behind the tokens of this step, and holds up no iteration."""
+        ...
 
 
 class _TimedText:
@@ -368,15 +374,21 @@ class Bridge:
         for request, end in ends.items():  # ended without a token: aborted, or the step failed
             if (live := self._live.get(request)) is not None:
                 batch.append(self._news(live, None, end, now, times))
+        for sink in self._sinks:
+            later = self._contained(sink, partial(sink.step, engine, record, times))
+            if later is not None:
+                batch.append(partial(self._contained, sink, later))
         if batch:
             self._deliver(*batch)
-        for sink in self._sinks:
-            try:
-                sink.step(engine, record, times)
-            except Exception as error:
-                if id(sink) not in self._broken_sinks:
-                    self._broken_sinks.add(id(sink))
-                    log.error("a metrics sink failed; said once", exc_info=error)
+
+    def _contained(self, sink: Sink, call: Callable[[], T]) -> T | None:
+        try:
+            return call()
+        except Exception as error:
+            if id(sink) not in self._broken_sinks:
+                self._broken_sinks.add(id(sink))
+                log.error("a metrics sink failed; said once", exc_info=error)
+            return None
 
     def _news(
         self,
