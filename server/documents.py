@@ -13,6 +13,7 @@ from typing import Any
 from engine.control.limits import Limits
 from engine.request import MAX_CHOICES, SEED_RANGE
 from server.facts import longest
+from server.fields import IGNORED_HEADER
 
 _ERROR = {
     "type": "object",
@@ -31,7 +32,7 @@ _ERROR = {
     },
 }
 _WHY = {
-    400: "The request can never be served; the message names the field.",
+    400: "The request can never be served; the message names the field, or the Host that is not answered.",
     401: "A key is needed.",
     404: "The model is not served here.",
     413: "The body is too large.",
@@ -41,6 +42,8 @@ _WHY = {
     503: "Loading, shutting down, or stopped; Retry-After says when to try again.",
     504: "The request ran longer than this server allows.",
 }
+
+_IGNORED = "Fields of the body that nobody knows here, if there were any: percent-encoded, eight at most, then `...`."
 
 Responses = dict[int | str, dict[str, Any]]
 
@@ -63,10 +66,13 @@ def answers(schema: dict[str, Any], *statuses: int, stream: bool = False) -> Res
     if stream:
         content["text/event-stream"] = {"schema": fields(data={"type": "string"})}  # of each event
         text = "The answer; with `stream`, server-sent events that end with `data: [DONE]`."
-    return {200: {"description": text, "content": content}, **_errors(*statuses)}
+    good: dict[str, Any] = {"description": text, "content": content}
+    if 415 in statuses:  # it has a body
+        good["headers"] = {IGNORED_HEADER: {"description": _IGNORED, "schema": {"type": "string"}}}
+    return {200: good, **_errors(*statuses)}
 
 
-LOOK = (401, 413, 500, 503)  # what every GET may answer instead
+LOOK = (400, 401, 413, 500, 503)  # what every GET may answer instead
 READ = (400, 401, 404, 413, 415, 500, 503)  # a POST that asks the tokenizer only
 WORK = (*READ, 429, 504)  # a POST that the engine works for
 

@@ -358,4 +358,7 @@ def test_document_describes_every_route(client: TestClient) -> None:
     assert {COMPLETIONS, CHATS, GENERATE, "/v1/models", "/health", "/metrics", "/tokenize"} <= set(document["paths"])
     body = document["components"]["schemas"]["CompletionBody"]
     assert body["required"] == ["prompt"]
-    assert "text/event-stream" in document["paths"][CHATS]["post"]["responses"]["200"]["content"]
+    good = document["paths"][CHATS]["post"]["responses"]["200"]
+    assert "text/event-stream" in good["content"]
+    assert list(good["headers"]) == ["X-Lockstep-Ignored-Fields"]
+    assert "headers" not in document["paths"]["/v1/models"]["get"]["responses"]["200"]
