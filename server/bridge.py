@@ -18,7 +18,6 @@ import queue
 import threading
 import time
 from collections.abc import Callable, Sequence
-from enum import StrEnum
 from functools import partial
 from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 
@@ -32,30 +31,13 @@ from engine.text.stream import TextStream
 from server.check import Checker
 from server.errors import ApiError
 from server.live import Choice, Generation, failure
+from server.phase import Phase, refusal_in
 
 if TYPE_CHECKING:
     from engine.engine import Engine
 
 log = structlog.get_logger("lockstep.engine")
 T = TypeVar("T")
-
-
-class Phase(StrEnum):
-    LOADING = "loading"
-    READY = "ready"
-    DRAINING = "draining"
-    STOPPED = "stopped"
-    FAILED = "failed"  # the engine could not be made
-    DEAD = "dead"  # the engine's own loop raised
-
-
-_REFUSALS = {
-    Phase.LOADING: ("the model is still loading", "loading"),
-    Phase.DRAINING: ("the server is shutting down", "server_shutdown"),
-    Phase.STOPPED: ("the server is shutting down", "server_shutdown"),
-    Phase.FAILED: ("the engine could not be started", "engine_dead"),
-    Phase.DEAD: ("the engine has stopped after an error", "engine_dead"),
-}
 
 
 @attrs.define
@@ -150,10 +132,7 @@ class Bridge:
 
     def refusal(self) -> ApiError | None:
         """Why no request is taken now."""
-        if self.phase is Phase.READY:
-            return None
-        message, code = _REFUSALS[self.phase]
-        return ApiError(503, message, code=code)
+        return refusal_in(self.phase)
 
     @property
     def num_waiting(self) -> int:

@@ -12,10 +12,10 @@ from typing import TYPE_CHECKING, Any
 from fastapi import APIRouter, Request
 from fastapi.responses import Response
 
-from server.bridge import Phase
 from server.check import audit_without_tokens
 from server.context import context_of
 from server.errors import ApiError
+from server.phase import Phase
 from server.strict_json import dumps
 
 if TYPE_CHECKING:

@@ -10,11 +10,11 @@ from fastapi.responses import Response
 from prometheus_client import CONTENT_TYPE_LATEST
 
 from engine import __version__
-from server.bridge import Phase
 from server.context import TORCH, Context, context_of
 from server.documents import ANY_OBJECT, COUNT, LOOK, READ, answers, describe, fields
 from server.errors import ApiError
 from server.facts import REQUEST_LIMITS, longest, promises, readings
+from server.phase import Phase
 from server.prompts import need_tokenizer, read_messages, read_prompts
 from server.schemas import DetokenizeBody, TokenizeBody
 from server.strict_json import MAX_VALUES, JsonRoute, dumps

@@ -26,9 +26,10 @@ from sse_starlette.event import ServerSentEvent
 
 from engine.control.record import StepRecord
 from server.answer import frame
-from server.bridge import Bridge, Phase, StepTimes
+from server.bridge import Bridge, StepTimes
 from server.errors import ApiError
 from server.metrics import Reading
+from server.phase import Phase
 
 if TYPE_CHECKING:
     from engine.engine import Engine

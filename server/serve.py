@@ -26,10 +26,10 @@ from engine.config import ConfigError, EngineConfig
 from engine.engine import Engine
 from server import console, hosts
 from server.app import create_lazy_app
-from server.bridge import Phase
 from server.context import Context
 from server.facts import shortfall
 from server.outlet import Abortable
+from server.phase import Phase
 from server.settings import ServerSettings
 from server.sockets import BACKLOG, StartError, url_of
 

@@ -22,8 +22,8 @@ from playwright.sync_api import Page
 from engine.control.plan import Plan
 from engine.engine import Engine
 from server.app import create_lazy_app
-from server.bridge import Phase
 from server.context import Context
+from server.phase import Phase
 from server.settings import ServerSettings
 from server.sockets import bind
 from tests.server.stub import StubRunner

@@ -19,9 +19,10 @@ from engine.control.scheduler import Scheduler
 from engine.text.stops import StopSet
 from server import generate_api, openai_api, prompts
 from server.app import create_app, create_lazy_app
-from server.bridge import Bridge, Phase
+from server.bridge import Bridge
 from server.context import Context
 from server.live import Choice, Generation
+from server.phase import Phase
 from server.settings import ServerSettings
 from tests.server.stub import StubRunner, stub_engine
 from tests.server.test_bodies import assert_error, wait_ready
