@@ -111,14 +111,14 @@ STANDING = in_area(
     Fault(
         "N63",
         "a new block is missing in the tables of a step that goes on from the one before",
-        ("writes", "solo"),
+        ("tokens", "solo"),
         line(INPUTS, "go_on", "in grown.items()", "in ()"),
         rules=("12.6",),
     ),
     Fault(
         "N64",
         "of several rows with a new block only the first is told to a step that goes on",
-        ("writes", "solo"),
+        ("tokens", "solo"),
         line(RUNNER, "_go_on", "for grow in plan.grown if", "for grow in plan.grown[:1] if"),
         rules=("12.6",),
     ),
