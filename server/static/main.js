@@ -14,6 +14,7 @@ async function meet() {
     let hasTemplate = false;
     try { hasTemplate = (await read("tokenizer_info")).chat_template !== null; } catch { /* a model without a tokenizer: the answer to a prompt will say so */ }
     playground.setModel(hasTemplate);
+    playground.setMost(model.max_model_len);
     document.body.dataset.ready = "yes";
   } catch (error) {
     if (error.status !== 401) setTimeout(meet, 2000);  // it loads, or it is away; with a wrong key, the form is open

@@ -18,6 +18,12 @@ export function setModel(hasTemplate) {
   showMode();
 }
 
+// A first question is to fit: what the page proposes is at most half of what one request can hold.
+export function setMost(tokens) {
+  const limit = field("max_tokens"), half = Math.max(1, Math.floor(tokens / 2));
+  if (limit.value === limit.defaultValue && Number(limit.value) > half) limit.value = limit.defaultValue = half;
+}
+
 function showMode() { at("system-field").hidden = mode() !== "chat"; }
 
 const number = (name) => (field(name).value.trim() === "" ? undefined : Number(field(name).value));

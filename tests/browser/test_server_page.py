@@ -52,6 +52,13 @@ def opened(browser: Browser, served: Served) -> Iterator[Page]:
     assert trouble == []
 
 
+def test_what_the_page_proposes_fits_the_context(opened: Page) -> None:
+    """200 tokens are more than this model's 120."""
+    assert opened.locator("[name=max_tokens]").input_value() == "60"
+    ask(opened, "hello", temperature=1)
+    expect(answer(opened).locator(".meta").first).to_contain_text(re.compile("finish: (length|stop)"))
+
+
 def held(page: Page) -> int:
     data = page.locator("#grid").evaluate("canvas => ({...canvas.dataset})")
     return int(data["held"]) + int(data["shared"])
