@@ -206,7 +206,7 @@ class WireRung(EngineRung):
         for client in self._clients:
             if client.task is not None:
                 client.task.cancel()
-        self._loop.settle()
+        self._watched(self._loop.settle)  # what the cancelled answers log is for nobody to read
         self._loop.close()
 
     def _caller(self, request: int) -> tuple[Caller, int]:
