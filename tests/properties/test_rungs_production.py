@@ -16,7 +16,8 @@ from properties.sampled import with_sampling
 from tests.properties.production_calls import calls, defined
 
 NETWORK = ("graphs.graphs_for",)  # chosen by the network, which on rows is the harness's
-ON_BOTH = ("runner", "row_state", "inputs", "graphs", "sampler", "sampling_choice", "sampling_noise", "sampling_row")
+ON_BOTH = ("runner", "row_state", "inputs", "standing", "graphs", "sampler")
+ON_BOTH += ("sampling_choice", "sampling_noise", "sampling_row")
 ON_TINY = ("transformer", "decoder", "attention", "kernels", "linear", "kv", "arena", "tiles", "rope")
 
 ELSEWHERE = {
