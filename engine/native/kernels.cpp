@@ -207,11 +207,19 @@ void tiles_unit(const void* job, int64_t unit, Scratch& scratch) {
     leave_peaks(b, a.peaks, at.row, at.rows, at.panel, at.panel + at.panels);
 }
 
-void run_tiles(Pool& pool, const LinearJob& job, float* peaks) {
+// Whether the job before left the parts of the same activations, and did not write to these afterwards.
+bool left_by(const LinearJob* before, const Linear& a) {
+    if (before == nullptr || !on_tiles(before->type)) return false;
+    const Linear& b = before->linear;
+    const float *x_end = a.x + (a.rows - 1) * a.ldx + a.k, *out_end = b.out + (b.rows - 1) * b.ldo + b.n;
+    return b.x == a.x && b.ldx == a.ldx && b.rows == a.rows && b.k == a.k && (out_end <= a.x || x_end <= b.out);
+}
+
+void run_tiles(Pool& pool, const LinearJob& job, float* peaks, const LinearJob* before) {
     const Linear& a = job.linear;
     TilesJob tiles{job, peaks, parts_of(a)};
     settle(tiles.x, pool.shared().floats(parts_floats(tiles.x)));
-    pool.run(split_unit, &tiles, tiles.x.tiles, a.rows * a.k < SMALL);
+    if (!left_by(before, a)) pool.run(split_unit, &tiles, tiles.x.tiles, a.rows * a.k < SMALL);
     pool.run(tiles_unit, &tiles, tiles_units(a.n, tiles.x), a.rows * a.n * a.k < SMALL);
 }
 
@@ -328,8 +336,11 @@ const T& arguments(const Record& record) {
     return *reinterpret_cast<const T*>(record.words);
 }
 
-// Whether there is a kernel of that kind.
-bool run_one(Pool& pool, const Record& record) {
+// Whether there is a kernel of that kind. ``before``: the record that ran just before, or null.
+bool run_one(Pool& pool, const Record& record, const Record* before) {
+    const bool follows = before != nullptr && before->kind == LINEAR;
+    const LinearJob* linear_before = follows ? &arguments<LinearJob>(*before) : nullptr;
+    (void)linear_before;
     switch (record.kind) {
         case EMBED: {
             const auto& a = arguments<Embed>(record);
@@ -342,7 +353,7 @@ bool run_one(Pool& pool, const Record& record) {
         case LINEAR: {
             const auto& a = arguments<LinearJob>(record);
 #if MATRIX_TILES
-            if (on_tiles(a.type)) return run_tiles(pool, a, nullptr), true;
+            if (on_tiles(a.type)) return run_tiles(pool, a, nullptr, linear_before), true;
 #endif
             return pool.run(linear, &a, linear_units(a.linear), a.linear.rows * a.linear.n * a.linear.k < SMALL), true;
         }
@@ -372,7 +383,7 @@ bool run_one(Pool& pool, const Record& record) {
             const auto& a = arguments<Head>(record);
             const Linear& b = a.job.linear;
 #if MATRIX_TILES
-            if (on_tiles(a.job.type)) return run_tiles(pool, a.job, a.peaks), true;
+            if (on_tiles(a.job.type)) return run_tiles(pool, a.job, a.peaks, linear_before), true;
 #endif
             return pool.run(head, &a, linear_units(b), b.rows * b.n * b.k < SMALL), true;
         }
@@ -461,7 +472,7 @@ int64_t lockstep_run(void* pool, const void* tape, int64_t count) {
     std::lock_guard<std::mutex> one_at_a_time(threads.mutex());
     const Record* records = static_cast<const Record*>(tape);
     for (int64_t i = 0; i < count; ++i)
-        if (!run_one(threads, records[i])) return i;
+        if (!run_one(threads, records[i], i > 0 ? records + i - 1 : nullptr)) return i;
     return count;
 }
 }

@@ -224,17 +224,17 @@ INLINE __m512 without_top(__m512 x) {  // exact
 
 // One tile of rows, all groups; rows beyond the last are zero.
 INLINE void split_tile(const Linear& a, const Parts& p, int64_t tile) {
-    const int64_t part = p.height * LINE;
-    for (int64_t r = 0; r < p.height; ++r) {
-        const int64_t row = tile * p.height + r;
-        for (int64_t g = 0; g < p.groups; ++g) {
-            uint16_t* line = p.part(tile, g) + r * LINE;
+    const int64_t part = p.height * LINE, first_row = tile * p.height;
+    for (int64_t g = 0; g < p.groups; ++g) {
+        uint16_t* line = p.part(tile, g);
+        float* sums = p.sum(tile, g);
+        for (int64_t r = 0; r < p.height; ++r, line += LINE) {
             __m512 first = _mm512_setzero_ps(), second = first;
-            if (row < p.rows) {
-                first = _mm512_loadu_ps(a.x + row * a.ldx + g * LINE);
-                second = _mm512_loadu_ps(a.x + row * a.ldx + g * LINE + LANES);
+            if (first_row + r < p.rows) {
+                const float* x = a.x + (first_row + r) * a.ldx + g * LINE;
+                first = _mm512_loadu_ps(x), second = _mm512_loadu_ps(x + LANES);
             }
-            p.sum(tile, g)[r] = sum_lanes({_mm512_add_ps(first, second)});
+            sums[r] = sum_lanes({_mm512_add_ps(first, second)});
             for (int64_t i = PARTS - 1; i >= 0; --i, first = without_top(first), second = without_top(second))
                 store_tops(line + i * part, first, second);
         }
@@ -243,18 +243,20 @@ INLINE void split_tile(const Linear& a, const Parts& p, int64_t tile) {
 
 // Few rows ------------------------------------------------------------------------------------------------------------
 
-// The tile of activations is 0, sums are 1 to 4, weights 5 to 7.
-template <int P>
-INLINE void dot_few(const uint16_t* x, const uint16_t (*w)[TILE_ELEMENTS], float (*sums)[LINES * LANES]) {
-    tile_load<0>(x);
-    tile_load<5>(w[0]), tile_zero<1>(), tile_dot<1, 0, 5>();
-    if constexpr (P == FEW_PANELS) {
-        tile_load<6>(w[1]), tile_zero<2>(), tile_dot<2, 0, 6>();
-        tile_load<7>(w[2]), tile_zero<3>(), tile_dot<3, 0, 7>();
-        tile_load<5>(w[3]), tile_zero<4>(), tile_dot<4, 0, 5>();
-        tile_store<2>(sums[1]), tile_store<3>(sums[2]), tile_store<4>(sums[3]);
-    }
-    tile_store<1>(sums[0]);
+constexpr int64_t AHEAD = 12;  // groups whose weights are asked for before they are needed
+
+template <class T>
+INLINE void ask_for(const uint8_t* codes) {
+    for (int64_t at = 0; at < T::BYTES; at += 64) __builtin_prefetch(codes + AHEAD * T::BYTES + at, 0, 3);
+}
+
+// One panel: what its tile of weights gives, and the next group's tile. The tile of activations is 0.
+template <class T, int SUM, int W>
+INLINE void dot_few(const uint16_t* now, float* sums, const uint8_t* codes, uint16_t* next) {
+    tile_load<W>(now), tile_zero<SUM>(), tile_dot<SUM, 0, W>();
+    ask_for<T>(codes);
+    T::spread(codes, next);
+    tile_store<SUM>(sums);
 }
 
 template <class T, int R, int P>
@@ -282,8 +284,14 @@ void multiply_few(const Parts& x, const uint8_t* w, int64_t panel, const Out& ou
     for (int p = 0; p < P; ++p) T::spread(w + p * panel + T::HEAD, tiles[0][p]);
     for (int64_t g = 0; g < x.groups; ++g) {
         const int64_t turn = g & 1, next = g + 1 < x.groups ? g + 1 : g;
-        for (int p = 0; p < P; ++p) T::spread(w + p * panel + next * T::BYTES + T::HEAD, tiles[turn ^ 1][p]);
-        dot_few<P>(x.part(0, g), tiles[turn], sums[turn]);
+        const uint8_t* codes = w + next * T::BYTES + T::HEAD;
+        tile_load<0>(x.part(0, g));
+        dot_few<T, 1, 5>(tiles[turn][0], sums[turn][0], codes, tiles[turn ^ 1][0]);
+        if constexpr (P == FEW_PANELS) {
+            dot_few<T, 2, 6>(tiles[turn][1], sums[turn][1], codes + panel, tiles[turn ^ 1][1]);
+            dot_few<T, 3, 7>(tiles[turn][2], sums[turn][2], codes + 2 * panel, tiles[turn ^ 1][2]);
+            dot_few<T, 4, 5>(tiles[turn][3], sums[turn][3], codes + 3 * panel, tiles[turn ^ 1][3]);
+        }
         if (g > 0) scale_few<T, R, P>(w + (g - 1) * T::BYTES, panel, x.sum(0, g - 1), sums[turn ^ 1], acc);
     }
     const int64_t last = x.groups - 1;
