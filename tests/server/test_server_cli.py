@@ -148,14 +148,15 @@ def test_every_option_reaches_its_setting() -> None:
                 assert getattr(attrs.fields(Options), field.name).default == field.default, field.name
 
 
-def test_port_in_use_is_told_before_anything_is_loaded(capsys: pytest.CaptureFixture[str]) -> None:
+def test_port_in_use_is_told_before_anything_is_loaded(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(sys.modules, "server.serve", None)  # whoever imports it fails
     with socket.socket() as sock:
         sock.bind(("127.0.0.1", 0))
         sock.listen()
         port = sock.getsockname()[1]
-        began = time.monotonic()
         status, _, err = in_process(capsys, "--port", str(port))
-        assert time.monotonic() - began < 1
     assert status == 2
     assert str(port) in err
     assert "in use" in err
