@@ -34,7 +34,7 @@ _HELP = (
     "`python -m server bench --help` is about measuring a server, `python -m server graphbench "
     "--help` about comparing recorded graphs with eager steps."
 )
-_OTHER_VARIABLES = frozenset({"LOCKSTEP_PROFILE", "LOCKSTEP_SAMPLE"})  # of the harness and the tests
+_OTHER_VARIABLES = frozenset({"LOCKSTEP_PROFILE", "LOCKSTEP_SAMPLE", "LOCKSTEP_TILES"})  # of harness, tests, kernels
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

@@ -399,7 +399,8 @@ struct Place {
 INLINE Place tiles_place(const Linear& a, const Parts& x, int64_t unit) {
     const int64_t per = tiles_per_chunk(a.n, x), most = tiles_panels(x), panels = (a.n + LANES - 1) / LANES;
     const int64_t row = unit / per * CHUNK * x.height, panel = unit % per * most;
-    return {row, a.rows - row < CHUNK * x.height ? a.rows - row : CHUNK * x.height, panel, panels - panel < most ? panels - panel : most};
+    const int64_t rows = CHUNK * x.height;
+    return {row, a.rows - row < rows ? a.rows - row : rows, panel, panels - panel < most ? panels - panel : most};
 }
 
 template <class T>
@@ -407,7 +408,10 @@ void tiles_few(const Linear& a, const Parts& x, const Place& at, const uint8_t* 
     Shapes<5> shapes(int(PARTS * x.rows));
     float* out = a.out + at.panel * LANES;
     const int64_t n = a.n - at.panel * LANES;
-    if (at.panels == FEW_PANELS) return multiply_few_rows<T, FEW_PANELS>(x, w, panel, {out, a.ldo, n - (FEW_PANELS - 1) * LANES, true});
+    if (at.panels == FEW_PANELS) {
+        const Out four{out, a.ldo, n - (FEW_PANELS - 1) * LANES, true};
+        return multiply_few_rows<T, FEW_PANELS>(x, w, panel, four);
+    }
     for (int64_t p = 0; p < at.panels; ++p)
         multiply_few_rows<T, 1>(x, w + p * panel, panel, {out + p * LANES, a.ldo, n - p * LANES, true});
 }

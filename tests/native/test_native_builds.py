@@ -19,7 +19,19 @@ from tests.native.kit import changed_source, kernels, kernels_of, numbers, same_
 ROOT = Path(__file__).parents[2]
 AVX2 = ("-mavx2", "-mfma", "-mf16c")
 SANITIZED = ("-O1", "-g", "-fsanitize=address,undefined", "-fno-sanitize-recover=undefined", "-fno-omit-frame-pointer")
-KERNEL_TESTS = ("linear", "attention", "rows", "refused", "tape", "sampling", "broken_rows", "integer", "kv", "small")
+KERNEL_TESTS = (
+    "linear",
+    "tiles",
+    "attention",
+    "rows",
+    "refused",
+    "tape",
+    "sampling",
+    "broken_rows",
+    "integer",
+    "kv",
+    "small",
+)
 BREAKS = (
     "linear.py::test_broken_order_is_noticed",
     "integer.py::test_a_broken_order_is_noticed",

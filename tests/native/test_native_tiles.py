@@ -1,4 +1,4 @@
-"""Quantised linear layers on matrix tiles: the same bytes for few rows and many, as exact as fp32, and nothing else without tiles."""
+"""Quantised linear layers on matrix tiles: the same bytes for few rows and many, as exact as fp32, and not where refused."""
 
 from __future__ import annotations
 
@@ -113,7 +113,9 @@ def test_tiles_can_be_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(BuildError, match="LOCKSTEP_TILES is 'perhaps', but must be on or off"):
         native_target()
     monkeypatch.delenv("LOCKSTEP_TILES")
-    monkeypatch.setattr(build, "tiles_granted", lambda: False)  # another processor, or a system that does not grant them
+    monkeypatch.setattr(
+        build, "tiles_granted", lambda: False
+    )  # another processor, or a system that does not grant them
     assert native_target() == (*TARGET, *NO_TILES)
 
 
