@@ -96,7 +96,7 @@ class _Live:
     def finish(self, end: Finished) -> None:
         if end.reason in ("stop", "length") and self.error is None:
             self._try(self.text.finish)
-        self.error = self.error or end.why
+        self.error = self.error or (f"{end.why}: {end.cause}" if end.cause else end.why)
         self.end = end if self.error is None else attrs.evolve(end, reason="error", stop=None)
 
     def _try(self, make: Callable[[], object]) -> None:

@@ -228,7 +228,7 @@ class WireRung(EngineRung):
             for entry in entries
             if entry["log_level"] in ("error", "critical")
             and not (entry["event"] == "a step failed" and self._runner.fails)
-            and not (entry["event"] == "a request failed" and INJECTED in entry["error"])
+            and not (entry["event"] == "a request failed" and INJECTED in f"{entry['error']} {entry['cause']}")
         ]
 
 

@@ -133,7 +133,7 @@ class Generation:
 
     def arrive(self, choice: Choice, token: Sampled | None, piece: str, end: Finished | None) -> None:
         if end is not None and end.why is not None:
-            log.error("a request failed", request=end.request, error=end.why)
+            log.error("a request failed", request=end.request, error=end.why, cause=end.cause)
             token = None  # what could not be made text is not told at all
         if token is not None:
             self.num_tokens += 1

@@ -30,9 +30,8 @@ class Finished:
     reason: str
     stop: int | str | None = None  # the token id or the string that stopped it
     facts: Facts | None = attrs.field(default=None, eq=False)
-    why: str | None = attrs.field(
-        default=None, eq=False
-    )  # what was wrong with this request alone (rules 13.7 and 13.8)
+    why: str | None = attrs.field(default=None, eq=False)  # it alone could not go on (rules 13.7, 13.8): for its caller
+    cause: str | None = attrs.field(default=None, eq=False)  # the exception behind that: for who runs the engine
 
 
 @attrs.frozen

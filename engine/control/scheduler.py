@@ -370,19 +370,19 @@ class Scheduler:
                 if request.text.push(token, may_stop, last):
                     return self._finish(request, "stop", request.text.matched)
             except Exception as error:  # noqa: BLE001 - text is the caller's code: it may end its own request, never the loop
-                why = f"the text of output token {request.generated} failed: {type(error).__name__}: {error}"
-                return self._finish(request, "error", None, why)
+                why = f"the text of output token {request.generated} failed"
+                return self._finish(request, "error", None, why, f"{type(error).__name__}: {error}")
         if last:
             return self._finish(request, "length", None)
         return None
 
-    def _finish(self, request: Request, reason: str, stop: int | str | None, why: str | None = None) -> Finished:
+    def _finish(self, request: Request, reason: str, stop: int | str | None, *why: str) -> Finished:
         request.status = Status.FINISHED
-        return self._end(request, reason, stop, why)
+        return self._end(request, reason, stop, *why)
 
-    def _end(self, request: Request, reason: str, stop: int | str | None, why: str | None = None) -> Finished:
+    def _end(self, request: Request, reason: str, stop: int | str | None, *why: str) -> Finished:
         self.counters.finished[reason] += 1
-        return Finished(request.id, reason, stop, request.facts(self.iteration), why)
+        return Finished(request.id, reason, stop, request.facts(self.iteration), *why)
 
     # Helpers -----------------------------------------------------------------------------------------------------
 

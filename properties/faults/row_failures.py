@@ -57,7 +57,12 @@ CONTROL = in_area(
         "E05",
         "a text that raises is given up, and its request goes on",
         ("decisions", "solo"),
-        line(SCHEDULER, "_append", 'return self._finish(request, "error", None, why)', "request.text = None"),
+        line(
+            SCHEDULER,
+            "_append",
+            'return self._finish(request, "error", None, why, f"{type(error).__name__}: {error}")',
+            "request.text = None",
+        ),
         rules=("13.8",),
         needs=TEXT,
     ),

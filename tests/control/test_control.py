@@ -181,7 +181,8 @@ def test_text_that_raises_ends_its_own_request_only() -> None:
     scheduler.submit(Submission((1,), 3))
     ends = {end.request: end for record in drain(scheduler) for end in record.finished}
     assert {request: end.reason for request, end in ends.items()} == {0: "error", 1: "length"}
-    assert ends[0].why == "the text of output token 1 failed: OverflowError: bad id"
+    assert ends[0].why == "the text of output token 1 failed"
+    assert ends[0].cause == "OverflowError: bad id"
 
 
 def test_a_row_without_a_token_ends_its_own_request_only() -> None:
