@@ -7,7 +7,7 @@ one even where the token happens to be the same.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Protocol
 
 from engine.control.plan import Logprobs, Sampled
@@ -49,6 +49,26 @@ class Reports:
         self.happened["logprobs compared"] += alone.logprobs is not None
         self.happened["prompt logprobs compared"] += bool(alone.prompt)
         self.happened["logits digests compared"] += alone.digest is not None
+
+
+def told(
+    record: StepRecord, known: Mapping[int, Known], asked: Callable[[int], Mapping[str, bool]]
+) -> tuple[Fact, ...]:
+    """Whether each request is told what it ``asked`` for and nothing else, where what it says is of no account: who sits in
+    somebody's row does not take over what that one wanted."""
+    facts = []
+    for request, got in record.sampled:
+        caller = known.get(request)
+        if caller is None:
+            continue
+        k = len(caller.tokens) - caller.prompt_len
+        given = {"logprobs": got.logprobs, "logits digest": got.digest, "prompt logprobs": got.prompt}
+        for name, wanted in asked(request).items():
+            due = wanted and (k == 0 or name != "prompt logprobs")
+            if due != (given[name] is not None):
+                said = ("told", "not told") if not due else ("not told", "told")
+                facts.append(Fact(f"{name} with token {k} of r{request}", *said))
+    return tuple(facts)
 
 
 def _differing(request: int, k: int, got: Sampled, alone: Sampled) -> list[Fact]:

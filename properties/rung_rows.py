@@ -12,6 +12,7 @@ from typing import Any
 
 import numpy as np
 
+from engine.control.record import StepRecord
 from engine.trace import Shape, Submit, prompt_tokens
 from properties.cache_cells import Touched, place
 from properties.checks import Fact
@@ -19,6 +20,8 @@ from properties.compute_rung import ComputeRung, must_fit, some
 from properties.diff import Known
 from properties.digest_network import DigestNetwork
 from properties.digests import Chain, allowed
+from properties.reports import told
+from properties.sampled import sampling_of
 from properties.solo import askable
 
 POISON = np.array(
@@ -34,6 +37,7 @@ class DigestOracle:
     def __init__(self, shape: Shape) -> None:
         self._longest = shape.max_model_len
         self._requests: dict[int, _Alone] = {}
+        self._asked: dict[int, Mapping[str, bool]] = {}
 
     def stop_ids(self, first_id: int, event: Submit) -> frozenset[int]:
         """All choices of a submission are told the same: a digest knows no seed."""
@@ -43,12 +47,16 @@ class DigestOracle:
         stops: frozenset[int] = frozenset()
         if event.stop_at is not None and len(prompt) + event.stop_at <= self._longest:
             stops = frozenset({_Alone(prompt).token(event.stop_at - 1)})
-        for request in range(first_id, first_id + event.n):
+        for request, sampling in enumerate(sampling_of(event, stops), first_id):
             self._requests[request] = _Alone(prompt, stops, event.min_tokens)
+            self._asked[request] = sampling.asked
         return stops
 
     def token(self, request: int, k: int) -> int:
         return self._requests[request].token(k)
+
+    def asked(self, request: int) -> Mapping[str, bool]:
+        return self._asked[request]
 
 
 class _Alone:
@@ -176,7 +184,10 @@ def _told(row: Any, stamp: int) -> str:
 class RowsRung(ComputeRung):
     def __init__(self, shape: Shape) -> None:
         must_fit(shape, "rows", MOST_CELLS)
-        super().__init__(shape, DigestNetwork, DigestOracle(shape))
+        self._oracle = DigestOracle(shape)
+        super().__init__(shape, DigestNetwork, self._oracle)
+        self._known: Mapping[int, Known] = {}
+        self._record: StepRecord | None = None
 
     def watch(self) -> DigestWatch:
         assert isinstance(self.network, DigestNetwork)
@@ -186,3 +197,12 @@ class RowsRung(ComputeRung):
     def expect(self, step: Mapping[str, Any], after: Mapping[str, Any], known: Mapping[int, Known]) -> None:
         super().expect(step, after, known)
         self._digests.told(after, known)
+        self._known = known
+
+    def step(self, *, fails: bool) -> StepRecord:
+        self._record = super().step(fails=fails)
+        return self._record
+
+    def facts(self) -> Mapping[str, tuple[Fact, ...]]:
+        assert self._record is not None
+        return {**super().facts(), "tokens": told(self._record, self._known, self._oracle.asked)}

@@ -63,6 +63,16 @@ class Sampling:
         return SamplingSpec(params, self.seed, self.masked)
 
     @property
+    def asked(self) -> Mapping[str, bool]:
+        """What is told beside the tokens."""
+        reports = REPORTS[self.reports]
+        return {
+            "logprobs": "logprobs" in reports,
+            "logits digest": "logits_digest" in reports,
+            "prompt logprobs": self.prompt,
+        }
+
+    @property
     def asks(self) -> bool:
         """Whether anything beside tokens is told."""
         return self.prompt or bool(REPORTS[self.reports])

@@ -15,6 +15,7 @@ from engine.trace import Shape, Submit, Workload
 from properties.checks import Finding
 from properties.floors import ENOUGH, ON_RUNG, Floors
 from properties.generate import RandomSource, workload
+from properties.killing import numbered, outcome
 from properties.lockstep import run
 from properties.rung_tiny import NativeRung, TinyRung
 from properties.sampled import FAR, PROMPT_LOGPROBS, REPORTS, STYLES, sampling_of, with_sampling
@@ -162,3 +163,11 @@ def test_a_rung_on_which_nobody_asks_misses_its_floors() -> None:
     floors = Floors("native")
     floors.merge({"runs": ENOUGH, "hits": {}})
     assert sum("compared:" in line for line in floors.missed()) == 3
+
+
+def test_on_rows_nobody_is_told_what_whoever_sat_there_before_asked_for() -> None:
+    """There logits are digests, so what a report says is of no account; whether there is one is compared (fault L08)."""
+    reused = outcome(numbered("rows", 1, 5), "L08", rung="rows")
+    assert reused.first is not None
+    assert "told" in {fact.engine for fact in reused.first.facts}
+    assert outcome(numbered("rows", 1, 5), None, rung="rows").first is None
