@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from collections import Counter
 from dataclasses import replace
 from itertools import islice, product
@@ -19,6 +20,7 @@ from properties.boxes import BOXES, Box, Odometer
 from properties.faults import CATALOGUE
 from properties.lockstep import run
 from properties.scope import CROWDED, MUST, Scope, demand, first_kill, in_order, notable, one_shape, trace
+from properties.scope_command import LARGE
 
 TINY = Box(blocks=(2, 3), block_sizes=(1,), rows=(1, 2), prompts=(1, 2), answers=(1,), waits=(0, 1), requests=2)
 
@@ -161,3 +163,18 @@ def test_the_command_tells_each_fault_as_it_comes(
 @pytest.mark.parametrize("fault", ["D05", "D08", "C25", "S14", "S21"])
 def test_the_box_of_ends_reaches_what_no_plain_answer_does(fault: str) -> None:
     assert first_kill(fault, ["ends"], 500).check is not None
+
+
+def stored_kills() -> dict[str, tuple[str, int]]:
+    table = (Path(__file__).parents[2] / "ci" / "scope.md").read_text(encoding="utf-8")
+    rows = re.findall(r"^\| (\w+) \| .* \| (\S+) \| (\S+) \|$", table, re.MULTILINE)
+    return {fault: (check, 0 if at == "-" else int(at)) for fault, check, at in rows}
+
+
+def test_the_stored_kills_cover_the_ledger_and_are_what_a_run_gives() -> None:
+    stored = stored_kills()
+    assert set(stored) == {fault.id for fault in CATALOGUE.values() if fault.rung == "ledger"}
+    near = [fault for fault, (_, at) in stored.items() if 0 < at <= 500]
+    for fault in near[::8]:
+        kill = first_kill(fault, LARGE, 500)
+        assert (kill.check, kill.workloads) == stored[fault], f"{fault}: write ci/scope.md anew"
