@@ -70,8 +70,8 @@ def edited(name: str, old: str, new: str, workload: Workload) -> Run:
         ),
         (
             "_publish",
-            "sorted([self.requests[i] for i in ids], key=lambda r: r.order)",
-            "[self.requests[i] for i in ids]",
+            "sorted([self.requests[i] for i in ids if i not in doubtful], key=lambda r: r.order)",
+            "[self.requests[i] for i in ids if i not in doubtful]",
             TWO_FILL_ONE_CONTENT,
             "ledger",
         ),
