@@ -101,6 +101,7 @@ def test_what_is_left_out_asks_for_nothing() -> None:
     assert Sampled(5) == Sampled(5, None, None)
     assert Logprobs(-1.0, 1) == Logprobs(-1.0, 1, ())
     assert Finished(1, "length") == Finished(1, "length", None, None)
+    assert Finished(1, "error", why="NaN", cause="a test") == Finished(1, "error")  # sentences decide nothing
     assert StepRecord(0, plan) == StepRecord(0, plan, (), (), (), (), (), None)
     assert Facts(1, 2, 0, 0, 0, None, 3).cached_tokens == 0
     assert (
