@@ -30,7 +30,7 @@ from engine.request import InvalidRequest, SamplingParams
 from engine.text.stream import TextStream
 from server.check import Checker
 from server.errors import ApiError
-from server.live import Choice, Generation, failure
+from server.live import Choice, Generation, broken_text, failure
 from server.phase import Phase, refusal_in
 
 if TYPE_CHECKING:
@@ -388,9 +388,8 @@ class Bridge:
                 if end is not None and failure(end) is None:
                     choice.text.finish()
                 piece = choice.text.take()
-            except Exception as error:
-                log.error("text failed", exc_info=error)
-                end = Finished(-1, "error")
+            except Exception as error:  # noqa: BLE001 - it ends this request only
+                end = broken_text(choice.request, None if end is None else end.facts, 0, error)
                 if choice.request is not None and self._live.pop(choice.request, None) is not None:
                     assert self._engine is not None
                     self._engine.abort(choice.request)

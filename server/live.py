@@ -19,7 +19,7 @@ import attrs
 import structlog
 
 from engine.control.plan import Sampled
-from engine.control.record import Finished
+from engine.control.record import Facts, Finished
 from engine.request import SamplingParams
 from engine.text.stream import TextStream
 from server.errors import ApiError
@@ -52,8 +52,11 @@ class Choice:
     pieces: list[str] = attrs.field(factory=list)
     end: Finished | None = None
     told: bool = False  # the end was part of a delta
+    broken: Finished | None = None  # its text raised (rule 13.8): what it ends with, whatever the engine says
+    spelled: int = 0  # of ``tokens``, those that are in ``text`` already
+    earlier: int = 0  # tokens that came before ``tokens``
 
-    request: int | None = None  # engine thread only
+    request: int | None = None  # the engine thread sets it before anything arrives
     arrived: float = 0.0  # monotonic seconds, as the next three, which the event loop reads when the choice has ended
     admitted: float | None = None  # when the first iteration that had it began
     first_token: float | None = None
@@ -77,15 +80,41 @@ class Choice:
         if not self.stops_in_commit:
             silent = end is not None and isinstance(end.stop, int)  # the stop token itself is not part of the text
             spoken = tokens[:-1] if silent else tokens
-            for start in range(0, len(spoken), SLICE):
-                for sampled in spoken[start : start + SLICE]:
-                    self.text.push(sampled.token, False)
-                if start + SLICE < len(spoken):
+            done, self.spelled = self.spelled, 0
+            while done < len(spoken) and self.broken is None:
+                done = self._push(spoken, done)
+                if done < len(spoken):
                     await asyncio.sleep(0)
-            if end is not None and failure(end) is None:  # a failure leaves untold what was held
-                self.text.finish()
+            if self.broken is None and (end is not None and failure(end) is None):  # else what was held stays untold
+                try:
+                    self.text.finish()
+                except Exception as error:  # noqa: BLE001 - as in _push
+                    self._break(len(tokens), error)
+            if self.broken is not None:
+                tokens, end, self.told = tokens[:done], self.broken, True
             pieces.append(self.text.take())
+            self.earlier += len(tokens)
         return Delta(self.index, "".join(pieces), tuple(tokens), end)
+
+    def spell(self) -> None:
+        """Turns into text what has come, while nobody asks for it yet: a text that raises is to end its request early."""
+        if not self.stops_in_commit and self.end is None and self.broken is None:  # the token of an end may be silent
+            self.spelled = self._push(self.tokens, self.spelled)
+
+    def _push(self, tokens: Sequence[Sampled], start: int) -> int:
+        """At most ``SLICE`` tokens from ``start`` on; returns where it stopped, at a token whose text raised at the latest."""
+        for at in range(start, min(start + SLICE, len(tokens))):
+            try:
+                self.text.push(tokens[at].token, False)
+            except Exception as error:  # noqa: BLE001 - it may end its own request, and nothing else
+                self._break(at + 1, error)
+                return at
+        return min(start + SLICE, len(tokens))
+
+    def _break(self, token: int, error: Exception) -> None:
+        facts = None if self.end is None else self.end.facts
+        self.broken = end = broken_text(self.request, facts, self.earlier + token, error)
+        log.error("a request failed", request=end.request, error=end.why, cause=end.cause)
 
 
 class Generation:
@@ -156,7 +185,7 @@ class Generation:
     @property
     def failure(self) -> ApiError | None:
         """What this answer ended with instead of an answer; None when nothing went wrong."""
-        ended = (failure(choice.end) for choice in self.choices)
+        ended = (failure(choice.broken or choice.end) for choice in self.choices)
         return self._failure or next((error for error in ended if error is not None), None)
 
     async def news(self, patience: float | None = None) -> AsyncIterator[list[Delta]]:
@@ -190,13 +219,21 @@ class Generation:
             await self._changed.wait()
             self._changed.clear()
             for choice in self.choices:
-                if (error := failure(choice.end)) is not None:
+                choice.spell()
+                if (error := failure(choice.broken or choice.end)) is not None:
                     raise error
             if self._failure is not None and not self.ended:
                 raise self._failure
         self._changed.set()
         (deltas,) = [deltas async for deltas in self.news()]
         return deltas
+
+
+def broken_text(request: int | None, facts: Facts | None, token: int, error: Exception) -> Finished:
+    """The end of a request whose text raised at its output token number ``token``, from 1; 0: at its last, as ``facts`` say."""
+    token = token or (0 if facts is None else facts.generated_tokens)
+    why, cause = f"the text of output token {token} failed", f"{type(error).__name__}: {error}"
+    return Finished(-1 if request is None else request, "error", None, facts, why, cause)
 
 
 def failure(end: Finished | None) -> ApiError | None:

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import structlog
 
 from engine.control.plan import NO_TOKEN, Plan, Sampled
 from engine.text.stream import TextStream
@@ -147,6 +148,68 @@ def test_a_text_that_raises_is_told_to_its_own_client(stop: str | None, monkeypa
         assert (error["error"]["type"], done) == ("server_error", "[DONE]")
         assert sum(len(choice["token_ids"]) for chunk in chunks for choice in chunk["choices"]) == 2
         assert not any("error" in event for event in good.events()[:-1])
+        await world.step(2)
+        assert world.nothing_held()
+
+    run(main)
+
+
+@pytest.mark.parametrize("how", ["streamed", "late", "whole"])
+def test_a_text_that_raises_without_stop_strings_ends_its_request_at_once(
+    how: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What was made before is told, also in one delta with it; the engine does not run on; who runs it reads the cause."""
+    push, first = TextStream.push, []
+
+    def broken(text: TextStream, token: int, may_stop: bool = True, last: bool = False) -> bool:
+        first.append(text)
+        if text is first[0] and first.count(text) == 3:
+            raise LookupError("no such piece")
+        return push(text, token, may_stop, last)
+
+    async def main() -> None:
+        monkeypatch.setattr(TextStream, "push", broken)
+        world = World()
+        body = BODY | {"max_tokens": 24, "return_token_ids": True}
+        bad = world.post(COMPLETIONS, body | {"stream": how != "whole"})
+        if how == "late":
+            await world.until(lambda: world.bridge.num_open == 1)
+            await world.step()
+            bad.stall()
+            await world.step(6)
+            bad.resume()
+        with structlog.testing.capture_logs() as logs:
+            await world.run(bad)
+            await world.step(2)
+        told = bad.json() if how == "whole" else bad.events()[-2]
+        assert error_of(told)["message"] == "this request could not go on: the text of output token 3 failed"
+        if how != "whole":
+            chunks = bad.events()[:-2]
+            assert sum(len(choice["token_ids"]) for chunk in chunks for choice in chunk["choices"]) == 2
+        (entry,) = [entry for entry in logs if entry["log_level"] == "error"]
+        assert (entry["event"], entry["cause"]) == ("a request failed", "LookupError: no such piece")
+        assert world.engine.counters.finished["abort"] == 1
+        assert world.engine.counters.sampled_tokens < 24
+        assert world.nothing_held()
+
+    run(main)
+
+
+@pytest.mark.parametrize("stop", [None, "never comes"])
+@pytest.mark.parametrize("stream", [True, False])
+def test_an_end_of_a_text_that_raises_is_an_error_of_its_request(
+    stop: str | None, stream: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def broken(text: TextStream) -> None:
+        raise LookupError("no such piece")
+
+    async def main() -> None:
+        monkeypatch.setattr(TextStream, "finish", broken)
+        world = World()
+        bad = world.post(COMPLETIONS, BODY | {"stop": stop, "stream": stream})
+        await world.run(bad)
+        told = bad.events()[-2] if stream else bad.json()
+        assert "the text of output token" in error_of(told)["message"]
         await world.step(2)
         assert world.nothing_held()
 
