@@ -23,7 +23,7 @@ from server.errors import ApiError, of_exception
 from server.fields import IGNORED_HEADER, in_header
 from server.hosts import Hosts, allowed
 from server.logs import printable
-from server.outlet import Outlet, SlowReader
+from server.outlet import ClientLeft, Outlet
 from server.page import FILES
 from server.settings import ServerSettings
 from server.tracing import RequestSpan, Tracing
@@ -88,7 +88,7 @@ class FrontDoor:
         with structlog.contextvars.bound_contextvars(**ids):
             try:
                 await self._answer(scope, headers, receive, tagged)
-            except (_ClientGone, SlowReader):
+            except (_ClientGone, ClientLeft):
                 status = 499
             except Exception as error:  # noqa: BLE001 - an error object even for what nobody foresaw
                 answer = of_exception(error)

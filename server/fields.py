@@ -152,7 +152,7 @@ class FieldJudge:
                     self._ignore("messages[].", name, message, ignored)
 
     def _ignore(self, prefix: str, name: str, body: Body, ignored: Ignored) -> None:
-        if len(ignored) <= MAX_TOLD:  # one more, so that the header can say that there were more
+        if name and len(ignored) <= MAX_TOLD:  # one more, so that the header can say that there were more
             ignored[prefix + shorten(name, 64)] = None
         shown = printable(shorten(prefix + name, 64))
         if shown not in self._seen and len(self._seen) < MAX_NAMES:
@@ -164,7 +164,7 @@ class FieldJudge:
 
 def in_header(ignored: Ignored) -> str:
     """The names for ``IGNORED_HEADER``: percent-encoded, separated by commas, ``...`` when there were more."""
-    names = [shorten(quote(name, safe="[]"), 80) for name in ignored]
+    names = [shorten(quote(name, safe="[]"), 80) if name.strip(".") else "%2E" * len(name) for name in ignored]
     return ", ".join(names if len(names) <= MAX_TOLD else [*names[:MAX_TOLD], "..."])
 
 

@@ -11,7 +11,7 @@ import asyncio
 from http import HTTPStatus
 from typing import TYPE_CHECKING, Any
 
-from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
+from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol, RequestResponseCycle
 
 if TYPE_CHECKING:
     from asyncio import Transport
@@ -30,6 +30,7 @@ class BoundedHeads(HttpToolsProtocol):
         self._size = 0
         self._tail = b""
         self._late: asyncio.TimerHandle | None = None
+        self._cycles: list[RequestResponseCycle] = []  # of pipelined requests there are several
 
     def connection_made(self, transport: Transport) -> None:  # type: ignore[override]
         super().connection_made(transport)
@@ -38,6 +39,11 @@ class BoundedHeads(HttpToolsProtocol):
 
     def connection_lost(self, exc: Exception | None) -> None:
         self._end()
+        for cycle in self._cycles:  # uvicorn tells only the latest
+            if not cycle.response_complete:
+                cycle.disconnected = True
+                cycle.message_event.set()
+        self._cycles = []
         super().connection_lost(exc)
 
     def data_received(self, data: bytes) -> None:
@@ -63,6 +69,8 @@ class BoundedHeads(HttpToolsProtocol):
     def on_headers_complete(self) -> None:
         self._end()
         super().on_headers_complete()
+        latest = [] if self.cycle is None else [self.cycle]  # none: an upgrade was asked for
+        self._cycles = [cycle for cycle in (*self._cycles, *latest) if not cycle.response_complete]
 
     def on_message_complete(self) -> None:
         super().on_message_complete()

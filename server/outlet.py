@@ -22,7 +22,11 @@ NOTICED = 0.01  # seconds; a shorter send did not wait for its reader
 log = structlog.get_logger("lockstep.http")
 
 
-class SlowReader(OSError):
+class ClientLeft(OSError):
+    """The connection is closed: nobody is left to be told."""
+
+
+class SlowReader(ClientLeft):
     """The client did not read for too long and was cut off. For whoever answers it is one that left."""
 
 
@@ -79,9 +83,20 @@ class Abortable:
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         transport = getattr(getattr(send, "__self__", None), "transport", None)  # of uvicorn's request cycle
-        if scope["type"] == "http" and isinstance(transport, asyncio.Transport):
-            scope.setdefault("state", {})["abort"] = partial(_reset, transport)
-        await self.app(scope, receive, send)
+        if scope["type"] != "http" or not isinstance(transport, asyncio.Transport):
+            await self.app(scope, receive, send)
+            return
+        scope.setdefault("state", {})["abort"] = partial(_reset, transport)
+
+        async def send_if_open(message: Message) -> None:
+            try:
+                await send(message)
+            except RuntimeError as error:  # uvloop's transports raise where asyncio's say nothing
+                if not transport.is_closing():
+                    raise
+                raise ClientLeft(str(error)) from None
+
+        await self.app(scope, receive, send_if_open)
 
 
 def _reset(transport: asyncio.Transport) -> None:

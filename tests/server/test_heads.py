@@ -32,9 +32,11 @@ async def echo(scope: dict[str, Any], receive: Any, send: Any) -> None:
     await send({"type": "http.response.body", "body": body})
 
 
-def served(talk: Send, protocol: type[heads.HttpToolsProtocol] = heads.BoundedHeads) -> bytes:
+def served(
+    talk: Send, protocol: type[heads.HttpToolsProtocol] = heads.BoundedHeads, app: Callable[..., Any] = echo
+) -> bytes:
     async def play() -> bytes:
-        config = uvicorn.Config(echo, port=0, log_config=None, lifespan="off", http=protocol)
+        config = uvicorn.Config(app, port=0, log_config=None, lifespan="off", http=protocol)
         server = uvicorn.Server(config)
         serving = asyncio.create_task(server.serve())
         while not server.started:  # noqa: ASYNC110 - uvicorn has no event for it
@@ -125,3 +127,24 @@ def test_trailers_are_no_headers() -> None:
 def test_uvicorn_alone_takes_trailers_for_headers() -> None:
     """Why the class is needed; when this fails, uvicorn does it itself."""
     assert b"authorization" in served(say(CHUNKED), heads.HttpToolsProtocol)
+
+
+def test_every_request_of_a_pipelining_client_hears_that_it_left() -> None:
+    """uvicorn itself tells only the latest; here that one waits in line, and the one that is answered is an earlier one."""
+    began, gone = asyncio.Event(), asyncio.Event()
+
+    async def waits(scope: dict[str, Any], receive: Any, send: Any) -> None:
+        await receive()
+        began.set()
+        while (await receive())["type"] != "http.disconnect":
+            pass
+        gone.set()
+
+    async def talk(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> bytes:
+        writer.write(b"GET /1 HTTP/1.1\r\nhost: a\r\n\r\nGET /2 HTTP/1.1\r\nhost: a\r\n\r\n")
+        await began.wait()
+        writer.close()
+        await gone.wait()
+        return b"told"
+
+    assert served(talk, app=waits) == b"told"

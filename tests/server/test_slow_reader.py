@@ -22,7 +22,7 @@ import uvicorn
 from engine.engine import Engine
 from server.app import create_app
 from server.bridge import Bridge
-from server.outlet import Abortable, Outlet
+from server.outlet import Abortable, ClientLeft, Outlet
 from server.settings import ServerSettings
 from server.sockets import bind
 from tests.server.stub import stub_engine
@@ -221,3 +221,54 @@ def test_on_real_sockets(served: Served) -> None:
         while b"[DONE]" not in data:
             data += client.recv(65536)
     assert served.errors == []
+
+
+class _Cycle:
+    """As uvicorn's, over a transport that raises as uvloop's do when they are closed."""
+
+    def __init__(self, closed: bool) -> None:
+        self.transport = _Transport(closed)
+
+    async def send(self, message: Any) -> None:
+        raise RuntimeError("unable to perform operation on <TCPTransport closed=True>; the handler is closed")
+
+
+class _Transport(asyncio.Transport):
+    def __init__(self, closed: bool) -> None:
+        super().__init__()
+        self.closed = closed
+
+    def is_closing(self) -> bool:
+        return self.closed
+
+
+@pytest.mark.parametrize("closed", [True, False])
+def test_a_send_on_a_closed_transport_is_a_client_that_left(closed: bool) -> None:
+    """A ``RuntimeError`` while the connection stands stays what it is."""
+
+    async def app(scope: Any, receive: Any, send: Any) -> None:
+        await send({"type": "http.response.start", "status": 200, "headers": []})
+
+    async def main() -> None:
+        with pytest.raises(ClientLeft if closed else RuntimeError):
+            await Abortable(app)({"type": "http"}, None, _Cycle(closed).send)  # type: ignore[arg-type]
+
+    asyncio.run(main())
+
+
+def test_a_client_that_left_is_no_unexpected_error() -> None:
+    async def main() -> None:
+        world = World(settings=ServerSettings(log_level="info"))
+
+        async def receive() -> Any:
+            return {"type": "http.request", "body": b"", "more_body": False}
+
+        async def send(message: Any) -> None:
+            raise ClientLeft("closed")
+
+        scope = {"type": "http", "method": "GET", "path": "/version", "headers": [], "query_string": b""}
+        with structlog.testing.capture_logs() as logs:
+            await world.app(scope, receive, send)
+        assert [entry for entry in logs if entry["log_level"] == "error"] == []
+
+    asyncio.run(main())
