@@ -7,6 +7,7 @@ import time
 from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import asynccontextmanager
 
+import structlog
 from fastapi import FastAPI
 from starlette.middleware.cors import CORSMiddleware
 
@@ -26,6 +27,8 @@ from server.prompts import Desk
 from server.record import Recorder
 from server.settings import ServerSettings
 from server.tracing import Tracing
+
+log = structlog.get_logger("lockstep.serve")
 
 
 def create_app(engine: Engine, settings: ServerSettings | None = None) -> FastAPI:
@@ -83,7 +86,8 @@ def create_lazy_app(
         await context.bridge.stop()
         context.desk.close()
         if recorder is not None:
-            await asyncio.to_thread(recorder.write)
+            iterations = await asyncio.to_thread(recorder.write)
+            log.info("recorded", iterations=iterations, file=str(recorder.path))
         if tracing is not None:
             await asyncio.to_thread(tracing.close)
 

@@ -9,6 +9,7 @@ import os
 import re
 import sys
 from collections.abc import Sequence
+from difflib import get_close_matches
 from importlib import metadata, util
 from pathlib import Path
 from typing import Any
@@ -31,9 +32,9 @@ _HELP = (
     "Every option is also an environment variable (--max-num-seqs is LOCKSTEP_MAX_NUM_SEQS) and a key of the TOML file "
     "that --config names; a flag beats the variable, the variable beats the file. One request may ask for "
     f"{MAX_CHOICES} answers, {MAX_LOGPROBS} logprobs and {MAX_STOP_STRINGS} stop strings of {MAX_STOP_CHARS} characters. "
-    "`python -m server bench --help` is about measuring a server, `python -m server graphbench "
-    "--help` about comparing recorded graphs with eager steps."
+    "Each command has a --help of its own."
 )
+_COMMANDS = {"bench": "Measures a server.", "graphbench": "Compares recorded graphs with eager steps."}
 _OTHER_VARIABLES = frozenset({"LOCKSTEP_PROFILE", "LOCKSTEP_SAMPLE", "LOCKSTEP_TILES"})  # of harness, tests, kernels
 
 
@@ -58,6 +59,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         if options.dry_run:
             _print_plan(options, config)
             return 0
+    except cyclopts.UnusedCliTokensError as error:
+        return _refuse(_no_command((error.unused_tokens or [""])[0]))
     except (cyclopts.CycloptsError, ConfigError, _ConfigFileError) as error:
         return _refuse(str(error))
 
@@ -81,6 +84,14 @@ def _refuse(sentence: str) -> int:
     return 2
 
 
+def _no_command(word: str) -> str:
+    near = get_close_matches(word.lower(), _COMMANDS, 1)
+    return (
+        f"{word[:64]!r} is no option and no command; the commands are {' and '.join(_COMMANDS)}, "
+        f"and without one a model is served{f' (did you mean {near[0]!r}?)' if near else ''}"
+    )
+
+
 class _ConfigFileError(Exception):
     pass
 
@@ -96,6 +107,7 @@ def _parse(arguments: list[str]) -> Options | None:
         name="python -m server",
         help=_HELP,
         version=__version__,
+        usage="Usage: python -m server [COMMAND] [OPTIONS]",
         help_format="plaintext",
         config=sources,
         result_action="return_value",
@@ -104,6 +116,9 @@ def _parse(arguments: list[str]) -> Options | None:
     @app.default
     def command(options: Options | None = None) -> Options:
         return options or Options()
+
+    for name, does in _COMMANDS.items():
+        app.command(App(name=name, help=does))  # for --help; ``main`` has taken them out
 
     try:
         result = app(arguments, print_error=False, exit_on_error=False)

@@ -189,9 +189,11 @@ class Recorder:
                 digests=tuple(self._digests),
             )
 
-    def write(self) -> None:
-        """Raises ``OSError``."""
-        save(self.workload(), self.path)
+    def write(self) -> int:
+        """Returns the number of iterations in the file. Raises ``OSError``."""
+        workload = self.workload()
+        save(workload, self.path)
+        return len(workload.digests)
 
     def _add(self, event: Event, request: int | None = None) -> None:
         if self._full:

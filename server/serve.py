@@ -33,6 +33,7 @@ from server.phase import Phase
 from server.settings import ServerSettings
 from server.sockets import BACKLOG, StartError, url_of
 
+FAREWELL = 1.0  # seconds for open requests to be told that they end, when a second signal came
 CLOSE_TIMEOUT = 5  # seconds for connections to close after the last answer
 EXIT_DEAD = 3
 
@@ -107,6 +108,12 @@ def _protocol() -> type[asyncio.Protocol] | Literal["h11"]:
     return BoundedHeads
 
 
+def _farewell(requests: int, seconds: float) -> str:
+    if not requests:
+        return "shutting down"
+    return f"shutting down: waiting up to {seconds:g} s for {requests} requests; again to stop now"
+
+
 async def _run(app: FastAPI, server: _Server, sock: socket.socket, url: str, seconds: Callable[[], float]) -> int:
     """Serves until told to stop; returns the exit status. ``seconds``: what the start took, once it is over."""
     context: Context = app.state.context
@@ -114,15 +121,23 @@ async def _run(app: FastAPI, server: _Server, sock: socket.socket, url: str, sec
     loop = asyncio.get_running_loop()
     bridge.bind(loop)
     stop = asyncio.Event()
+    hurry = asyncio.Event()
     signals = 0
+
+    def leave() -> None:
+        """Whoever asks twice does not want to wait, nor to read what was cut short."""
+        server.force_exit = server.should_exit = True
+        logging.getLogger("uvicorn.error").setLevel(logging.CRITICAL)
 
     def on_signal() -> None:
         nonlocal signals
         signals += 1
         stop.set()
-        if signals > 1:  # whoever asks twice does not want to wait, nor to read what was cut short
-            server.force_exit = server.should_exit = True
-            logging.getLogger("uvicorn.error").setLevel(logging.CRITICAL)
+        if signals == 2:
+            hurry.set()
+            loop.call_later(FAREWELL, leave)  # until then open streams are told how they end
+        elif signals > 2:
+            leave()
 
     for number in (signal.SIGINT, signal.SIGTERM):
         loop.add_signal_handler(number, on_signal)
@@ -138,9 +153,16 @@ async def _run(app: FastAPI, server: _Server, sock: socket.socket, url: str, sec
             console.print_ready(url, rows, context.names, engine.model.template is not None, seconds())
             await asyncio.wait({ended, stopped, serving}, return_when=asyncio.FIRST_COMPLETED)
         if stop.is_set():
-            log.info("shutting down", open=bridge.num_open)
+            log.info(_farewell(bridge.num_open, context.settings.drain_timeout))
             draining = asyncio.create_task(bridge.drain(context.settings.drain_timeout))
-            await asyncio.wait({draining, serving}, return_when=asyncio.FIRST_COMPLETED)
+            hurried = asyncio.create_task(hurry.wait())
+            await asyncio.wait({draining, serving, hurried}, return_when=asyncio.FIRST_COMPLETED)
+            if hurry.is_set():
+                draining.cancel()
+                draining = asyncio.create_task(bridge.drain(0.0))
+                await asyncio.wait({draining, serving}, timeout=FAREWELL, return_when=asyncio.FIRST_COMPLETED)
+            draining.cancel()
+            hurried.cancel()
         started.cancel()
         ended.cancel()
     finally:

@@ -65,7 +65,8 @@ def test_neither_torch_nor_fastapi_is_imported(arguments: list[str]) -> None:
         (["--prot", "1"], ["--prot"]),
         (["--port", "x"], ["--port", "'x'|\"x\""]),
         (["--port", "70000"], ["port", "70000", "65535"]),
-        (["stray"], ["stray"]),
+        (["stray"], ["stray", "bench and graphbench"]),
+        (["bnch"], ["bnch", "did you mean 'bench'"]),
         (["--max-num-batched-tokens", "4"], ["max_num_batched_tokens", "4", "max_num_seqs = 16"]),
         (["--device", "tpu"], ["device", "tpu", "cpu, cuda"]),
         (["--num-kv-blocks", "0"], ["num_kv_blocks", "0"]),
@@ -87,6 +88,10 @@ def test_one_sentence_and_exit_2(capsys: pytest.CaptureFixture[str], arguments: 
     assert err.startswith("error: ")
     for word in words:
         assert re.search(word.replace(".", r"\."), err), err
+
+
+def test_help_lists_the_commands(capsys: pytest.CaptureFixture[str]) -> None:
+    assert {"bench", "graphbench"} <= set(in_process(capsys, "--help")[1].split())
 
 
 def test_flag_beats_variable_beats_file_beats_default(
@@ -273,6 +278,25 @@ def test_two_signals_at_once_end_at_once_and_quietly(folder: Path) -> None:
     assert status == 0, err
     assert "Traceback" not in err
     assert "ERROR" not in err
+
+
+def test_a_second_signal_ends_open_streams_with_their_last_events(folder: Path, tmp_path: Path) -> None:
+    """The first says for whom it waits, and how not to; the recording is written, and where it went is said."""
+    file = tmp_path / "run.json"
+    server = Running("--model", str(folder), "--drain-timeout", "300", "--record", str(file))
+    body = {"prompt": "hi", "max_tokens": 490, "n": 64, "ignore_eos": True, "stream": True}
+    stream = server.post("/v1/completions", body)
+    assert stream.readline().startswith(b"data: {")
+    server.process.send_signal(signal.SIGTERM)
+    assert server.process.stderr is not None
+    assert any("waiting up to 300 s for 1 requests; again to stop now" in line for line in server.process.stderr)
+    server.process.send_signal(signal.SIGINT)
+    *_, error, _, done, _, _ = stream.read().split(b"\n")
+    assert (b"server_shutdown" in error, done) == (True, b"data: [DONE]")
+    status, _, err = finish(server.process)
+    assert (status, "Traceback" in err, "ERROR" in err) == (0, False, False), err
+    assert file.exists()
+    assert re.search(rf"recorded +file=.*{file.name} iterations=\d+", err), err
 
 
 def test_engine_death_ends_the_process_with_3(folder: Path) -> None:
