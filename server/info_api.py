@@ -77,7 +77,11 @@ async def version() -> Response:
 @router.head("/metrics", include_in_schema=False)
 @router.get("/metrics", responses=_EXPOSITION, response_class=Response)
 async def metrics(request: Request) -> Response:
-    return Response(context_of(request).metrics.exposition(), media_type=CONTENT_TYPE_LATEST)
+    """503 until the model's name is known: every series carries it."""
+    context = context_of(request)
+    if not context.metrics.model_name:
+        raise context.bridge.refusal() or ApiError(503, "the engine has stopped", code="engine_dead")
+    return Response(context.metrics.exposition(), media_type=CONTENT_TYPE_LATEST)
 
 
 @router.get("/v1/models", responses=answers(fields(data=_CARDS), *LOOK), response_class=Response)

@@ -277,7 +277,7 @@ def test_health_while_loading_and_when_loading_fails() -> None:
         assert assert_error(response, 503)["code"] == "loading"
         assert response.headers["retry-after"].isdecimal()
         assert client.get("/version").status_code == 200
-        assert client.get("/metrics").status_code == 200
+        assert client.get("/metrics").status_code == 503
         gate.set()
         bridge = app.state.context.bridge
         deadline = time.monotonic() + 5

@@ -90,3 +90,14 @@ def test_any_model_name_makes_valid_text(name: str) -> None:
 def test_applications_do_not_share_metrics() -> None:
     one, other = Metrics(), Metrics()
     assert one.registry is not other.registry
+
+
+def test_no_series_is_told_before_the_name_is_known() -> None:
+    """Else a scrape while the model loads would begin a second set of series."""
+    app = create_app(stub_engine())
+    client = TestClient(app)  # no start-up: the engine is never made
+    answer = client.get("/metrics")
+    assert (answer.status_code, answer.json()["error"]["type"]) == (503, "service_unavailable_error")
+    with client:
+        wait_ready(client)
+        assert 'model_name=""' not in client.get("/metrics").text
