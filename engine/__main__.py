@@ -66,7 +66,7 @@ def answer(
     device
         auto, cpu or cuda.
     compute
-        auto, native or torch kernels.
+        auto, native, int8, triton or torch kernels.
     threads
         CPU threads for the kernels.
     quiet

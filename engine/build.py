@@ -23,7 +23,7 @@ from engine.cuda.weights import TritonWeights
 from engine.engine import Engine, Progress
 from engine.loading import load_model
 from engine.loading.model import LoadedModel
-from engine.native.build import BuildError
+from engine.native.build import BadTiles, BuildError
 from engine.native.machine import granted
 from engine.native.runner import NativeRunner, library, prepare
 from engine.native.weights import NativeWeights
@@ -135,7 +135,7 @@ def resolve_dtype(name: str, device: str) -> torch.dtype:
 def resolve_compute(name: str, device: str, dtype: torch.dtype, progress: Progress | None = None) -> str:
     """``native`` (``int8`` is) or ``torch``. Raises ``ConfigError`` where native kernels were asked for and cannot be had.
 
-    ``auto`` warns once when it falls back to torch for want of a working compiler.
+    ``auto`` warns once when it falls back to torch for want of a working compiler. A bad ``LOCKSTEP_TILES`` is an error always.
     """
     if name == "torch":
         return "torch"
@@ -148,6 +148,8 @@ def resolve_compute(name: str, device: str, dtype: torch.dtype, progress: Progre
     try:
         prepare(progress)
         library()
+    except BadTiles as error:  # a wish that was misspelt is no missing compiler
+        raise ConfigError("LOCKSTEP_TILES", str(error)) from None
     except BuildError as error:
         if name != "auto":
             raise ConfigError("compute", f"compute is {name}, but {error}") from None

@@ -162,7 +162,10 @@ class LLM:
         return self.generate([self.render(messages)], params, salt=salt, progress=progress)[0]
 
     def stream(self, prompt: Prompt, params: SamplingParams | None = None, *, salt: str | None = None) -> Iterator[str]:
-        """The text of one answer, piece by piece; the pieces join to ``generate``'s text. Closing it aborts the request."""
+        """The text of one answer, piece by piece; the pieces join to ``generate``'s text. Closing it aborts the request.
+
+        Raises ``InvalidRequest``, and ``RuntimeError`` behind the last piece of an answer that failed (``Choice.error``).
+        """
         one = params or SamplingParams()
         if one.n != 1:
             raise InvalidRequest("n", f"n is {one.n}, but a stream has one answer")
@@ -177,6 +180,8 @@ class LLM:
                     yield piece
             if piece := live.text.take():  # what came while another caller stepped
                 yield piece
+            if live.end.reason == "error":  # the pieces so far are no answer
+                raise RuntimeError(live.error or "the step failed")
         finally:
             self._leave(requests)
 

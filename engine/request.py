@@ -6,7 +6,7 @@ vLLM's for top_k (0 or -1 is off), min_p, repetition_penalty, min_tokens, stop_t
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 
 import attrs
 
@@ -56,6 +56,11 @@ def _integer(params: SamplingParams, name: str, low: int, high: int) -> None:
         raise InvalidRequest(name, f"{name} is {_shown(value)}, but must be an integer in [{low}, {high}]")
 
 
+def _stops(stop: str | Iterable[str]) -> tuple[str, ...]:
+    """A text alone is one stop string."""
+    return (stop,) if isinstance(stop, str) else tuple(stop)
+
+
 @attrs.frozen
 class SamplingParams:
     """How one request is sampled and when it stops. Raises ``InvalidRequest`` on a value outside its range.
@@ -76,7 +81,7 @@ class SamplingParams:
     presence_penalty: float = 0.0
     logit_bias: Mapping[int, float] = attrs.field(factory=dict)
     min_tokens: int = 0
-    stop: tuple[str, ...] = ()
+    stop: tuple[str, ...] = attrs.field(default=(), converter=_stops)
     stop_token_ids: tuple[int, ...] = ()
     include_stop_str_in_output: bool = False
     ignore_eos: bool = False

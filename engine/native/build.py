@@ -19,7 +19,17 @@ import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
-SOURCES = ("kernels.cpp", "attention.h", "product.h", "tiles.h", "pool.h", "simd.h", "checksum.h", "integer.h", "sampling.h")
+SOURCES = (
+    "kernels.cpp",
+    "attention.h",
+    "product.h",
+    "tiles.h",
+    "pool.h",
+    "simd.h",
+    "checksum.h",
+    "integer.h",
+    "sampling.h",
+)
 COMPILERS = ("c++", "g++", "clang++")
 FLAGS = ("-std=c++17", "-O3", "-ffp-contract=off", "-fPIC", "-shared", "-pthread")
 TARGET = ("-march=native",)
@@ -32,6 +42,10 @@ _ARCH_PRCTL, _REQUEST_STATE, _TILE_STATE = 158, 0x1023, 18  # of x86-64 Linux
 
 class BuildError(RuntimeError):
     """There is no compiler, or it failed; the message is one sentence that says which."""
+
+
+class BadTiles(BuildError):
+    """``LOCKSTEP_TILES`` holds what it may not."""
 
 
 def find_compiler() -> str:
@@ -95,11 +109,11 @@ def built(
 def native_target() -> tuple[str, ...]:
     """Flags for this machine: matrix tiles only where the system grants them and ``LOCKSTEP_TILES`` is not ``off``.
 
-    Raises ``BuildError`` for another value of the variable.
+    Raises ``BadTiles`` for another value of the variable.
     """
     wanted = os.environ.get(_TILES, "").strip()
     if wanted not in ("", "on", "off"):
-        raise BuildError(f"{_TILES} is {wanted!r}, but must be on or off")
+        raise BadTiles(f"{_TILES} is {wanted!r}, but must be on or off")
     return TARGET if wanted != "off" and tiles_granted() else (*TARGET, *NO_TILES)
 
 

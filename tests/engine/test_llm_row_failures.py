@@ -11,12 +11,12 @@ import attrs
 import pytest
 import torch
 
-from engine.build import assemble
-from engine.config import EngineConfig
+from engine.build import assemble, resolve_compute
+from engine.config import ConfigError, EngineConfig
 from engine.llm import LLM
 from engine.loading.model import LoadedModel, StoredTensor
 from engine.loading.synthetic import synthetic_model
-from engine.request import SamplingParams
+from engine.request import InvalidRequest, SamplingParams
 from engine.text.stream import TextStream
 
 POISON = 77  # a token id
@@ -123,3 +123,30 @@ def test_a_text_that_raises_ends_its_own_request(stop: tuple[str, ...], monkeypa
     assert bad.choices[0].error == "the text of output token 3 failed: LookupError: no such piece"
     assert whole.text.startswith(bad.text)
     assert engine.engine.ledger().running == ()
+
+
+def test_a_stream_does_not_end_a_failed_answer_as_if_it_were_whole(monkeypatch: pytest.MonkeyPatch) -> None:
+    engine = llm("torch", broken=True)
+    with pytest.raises(RuntimeError, match="NaN among 512"):
+        list(engine.stream([5, POISON, 6], GREEDY))
+
+    def broken(text: TextStream, token: int, may_stop: bool = True, last: bool = False) -> bool:
+        raise LookupError("no such piece")
+
+    monkeypatch.setattr(TextStream, "push", broken)
+    with pytest.raises(RuntimeError, match="LookupError: no such piece"):
+        list(engine.stream([5, 6], GREEDY))
+    assert engine.engine.ledger().running == ()
+
+
+@pytest.mark.parametrize("stop", ["", [""], ("a", "")])
+def test_an_empty_stop_string_is_refused(stop: Any) -> None:
+    with pytest.raises(InvalidRequest, match="1 to 500 characters"):
+        SamplingParams(stop=stop)
+    assert SamplingParams(stop="ab").stop == ("ab",)
+
+
+def test_misspelt_tiles_are_an_error_at_the_start(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("LOCKSTEP_TILES", "maybe")
+    with pytest.raises(ConfigError, match="LOCKSTEP_TILES is 'maybe', but must be on or off"):
+        resolve_compute("auto", "cpu", torch.float32)
