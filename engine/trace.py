@@ -270,13 +270,14 @@ def loads(text: str, *, upgrades: Mapping[str, Upgrade] = UPGRADES) -> Workload:
     """The value in a file's text. Raises ``FormatError`` on anything that is not exactly a workload."""
     try:
         document = json.loads(text, object_pairs_hook=_once)
+        json.dumps(document, ensure_ascii=False).encode()  # half a surrogate pair could be neither written nor hashed
     except FormatError:
         raise
     except (ValueError, RecursionError) as error:  # also a number of more digits than Python reads
         raise FormatError(f"this is not JSON: {error}") from None
     if not isinstance(document, dict):
         raise FormatError(f"a workload is a JSON object, but this is {_kind(document)}")
-    while document.get("format") in upgrades:
+    while isinstance(document.get("format"), str) and document["format"] in upgrades:
         document = upgrades[document["format"]](document)
     if document.get("format") != FORMAT:
         known = ", ".join(repr(name) for name in (*upgrades, FORMAT))

@@ -170,3 +170,11 @@ def test_saving_makes_the_folder(tmp_path: Path) -> None:
     path = tmp_path / "found" / "deep" / "one.json"
     save(VALUE, path)
     assert load(path) == VALUE
+
+
+@pytest.mark.parametrize(
+    "text", ['{"format": ["x"]}', '{"format": {}}', '{"format": "workload/1", "title": "\\ud800"}']
+)
+def test_a_format_that_is_no_text_and_half_a_character_are_refused(text: str) -> None:
+    with pytest.raises(FormatError, match=r"format is|surrogates not allowed"):
+        loads(text)
