@@ -58,8 +58,11 @@ class Scheduler:
     def submit(self, submission: Submission, n: int = 1) -> tuple[int, ...]:
         """Queues ``n`` choices of one submission and returns their ids. Raises ``Refusal`` (rule 1), for all n or none.
 
-        Ids number every choice ever submitted, refused ones included, so that a caller can count along.
+        Ids number every choice ever submitted, refused ones included, so that a caller can count along. Raises ``ValueError``
+        for n below 1, which uses up no id (rule 1.1).
         """
+        if n < 1:
+            raise ValueError(f"n is {n}, but must be at least 1")
         ids = tuple(range(self._next_id, self._next_id + n))
         self._next_id += n
         self.counters.submitted += n

@@ -237,3 +237,12 @@ def test_plan_and_commit_take_turns() -> None:
         scheduler.plan()
     with pytest.raises(ValueError, match="0 tokens came back, but 1 rows sample"):
         scheduler.commit(plan, [])
+
+
+@pytest.mark.parametrize("n", [0, -1])
+def test_less_than_one_choice_uses_up_no_id(n: int) -> None:
+    scheduler = Scheduler(limits())
+    with pytest.raises(ValueError, match=f"n is {n}, but must be at least 1"):
+        scheduler.submit(Submission((1,), 3), n)
+    assert scheduler.counters.submitted == 0
+    assert scheduler.submit(Submission((1,), 3)) == (0,)
