@@ -11,11 +11,14 @@ import attrs
 import pytest
 
 from engine.trace import Shape, Submit, Workload, save
+from properties import commands
 from properties.__main__ import main
 from properties.examples import slots
 from properties.examples.slots import Gaps, Slots
 from properties.subject import Compute, Holdings, MakeSubject, NoSubject, Told, find, judge
 from properties.subject_run import FLOORS, floors_for, run_subject
+from properties.trial import Trial
+from tests.properties.counted_hunt import counted_hunt
 
 PAIR = Workload(Shape(6, 2, 3, budget=8), (Submit(0, (("a", 3),), 3), Submit(0, (("b", 2),), 2)))
 
@@ -114,7 +117,9 @@ def test_a_module_that_raises_is_named(tmp_path: Path, monkeypatch: pytest.Monke
         find("broken_scheduler:make")
 
 
-def test_replay_and_hunt_tell_it(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_replay_and_hunt_tell_it(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
     file = tmp_path / "pair.json"
     save(PAIR, file)
     name = f"{__name__}:"
@@ -124,6 +129,8 @@ def test_replay_and_hunt_tell_it(tmp_path: Path, capsys: pytest.CaptureFixture[s
     assert capsys.readouterr().err == (
         "properties: make returns None, which is no subject: its promises are no Promises\n"
     )
-    hunted = ["hunt", "--minutes", "0.01", "--seed", "1", "--jobs", "1", "--found", str(tmp_path / "found")]
+    trial = Trial(subject=name + "roomy")
+    monkeypatch.setattr(commands, "hunt", lambda *_, **__: counted_hunt(trial, seed=1, workloads=500))
+    hunted = ["hunt", "--minutes", "1", "--seed", "1", "--jobs", "1", "--found", str(tmp_path / "found")]
     assert main([*hunted, "--subject", name + "roomy"]) == 1
     assert "raises at iteration 1: ValueError: at least 4 blocks" in capsys.readouterr().out
