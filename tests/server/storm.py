@@ -52,7 +52,7 @@ def manner(number: int) -> str:
     return "leaves" if number % 3 == 0 else "stays"
 
 
-async def client(port: int, number: int, seed: int, patience: float) -> Outcome:
+async def client(port: int, number: int, seed: int, patience: float, stalled: tuple[float, float]) -> Outcome:
     chance = random.Random(seed * 100_003 + number)
     kind, how = chance.randrange(len(BODIES)), manner(number)
     await asyncio.sleep(chance.uniform(0, 0.3))
@@ -78,7 +78,7 @@ async def client(port: int, number: int, seed: int, patience: float) -> Outcome:
             )
             return Outcome(how, kind)
         if how == "stalls":
-            await asyncio.sleep(chance.uniform(0.2, 1.2))
+            await asyncio.sleep(chance.uniform(*stalled))
             return Outcome(how, kind)
         async with asyncio.timeout(patience):
             while piece := await reader.read(2**16):
@@ -127,8 +127,11 @@ def ids_of(answers: list[Any]) -> list[int]:
     return [token for choice in choices for token in choice["token_ids"]]
 
 
-async def storm(port: int, clients: int, seed: int, patience: float = PATIENCE) -> list[Outcome]:
-    return list(await asyncio.gather(*(client(port, number, seed, patience) for number in range(clients))))
+async def storm(
+    port: int, clients: int, seed: int, patience: float = PATIENCE, stalled: tuple[float, float] = (0.2, 1.2)
+) -> list[Outcome]:
+    """``stalled``: how many seconds, at least and at most, a client that stops reading stays before it leaves."""
+    return list(await asyncio.gather(*(client(port, number, seed, patience, stalled) for number in range(clients))))
 
 
 async def alone(port: int) -> list[list[int]]:

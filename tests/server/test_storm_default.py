@@ -24,6 +24,7 @@ CLIENTS = 500
 BLOCKS = 28
 WHOLE = 40  # answers of the second round that are let through before the signal
 PATIENCE = 3000.0  # seconds: the default model on a machine that others use, too
+STALLED = (10.0, 20.0)  # seconds, until an answer is larger than all buffers: a token takes a while here
 ADMIN = "storm-admin"
 PROGRAM = """
 import socket, sys
@@ -99,7 +100,7 @@ def test_a_storm_on_the_default_model_and_sigterm_in_a_second_one(capsys: pytest
     port = int(server.url.rpartition(":")[2])
     try:
         solo = asyncio.run(alone(port))
-        outcomes = asyncio.run(storm(port, CLIENTS, 1, PATIENCE))
+        outcomes = asyncio.run(storm(port, CLIENTS, 1, PATIENCE, STALLED))
         assert complaints(outcomes, solo) == []
         assert lost(server) == []
         counted = readings(server)
