@@ -421,6 +421,14 @@ int lockstep_tiles() {
 #endif
 }
 
+// How a weight of a type is packed. Builds that say the same can read each other's.
+const char* lockstep_layout(int64_t type) {
+#if MATRIX_TILES
+    if (on_tiles(type)) return "tiles";
+#endif
+    return type >= TYPE_INT8 ? "panels of four k" : "panels";
+}
+
 int64_t lockstep_packed_bytes(int64_t type, int64_t n, int64_t k) {
     const int64_t panels = (n + LANES - 1) / LANES;
     switch (type) {

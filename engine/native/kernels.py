@@ -81,15 +81,15 @@ class Kernels:
 
     def __init__(self, pool: Pool) -> None:
         self.pool = pool
-        self.embed = Kernel("embed", _embed, pool)
+        self.embed = Kernel("embed", _reading(pool, _embed), pool)
         self.norm = Kernel("norm", _norm, pool)
-        self.linear = Kernel("linear", _linear, pool)
+        self.linear = Kernel("linear", _reading(pool, _linear), pool)
         self.rotate = Kernel("rotate", _rotate, pool)
         self.attend = Kernel("attend", _attend, pool)
         self.silu_mul = Kernel("silu_mul", _silu_mul, pool)
         self.quantise = Kernel("quantise", _quantise, pool)
-        self.multiply = Kernel("multiply", _multiply, pool)
-        self.head = Kernel("head", _head, pool)
+        self.multiply = Kernel("multiply", _reading(pool, _multiply), pool)
+        self.head = Kernel("head", _reading(pool, _head), pool)
         self.draw = Kernel("draw", _draw, pool)
 
 
@@ -347,6 +347,18 @@ def _split(
     if partials.device.type != "cpu":
         raise BadCall(f"split is {_told(partials)}, but must be on the CPU")
     return partials, min(segments, tiles), tiles
+
+
+def _reading(pool: Pool, encode: Callable[..., bytes]) -> Callable[..., bytes]:
+    """``encode``, whose first argument is a weight, for weights that lie as the kernels of ``pool`` read them."""
+
+    def checked(weight: Packed, *arguments: Any) -> bytes:
+        wanted = pool.layouts[weight.type]
+        if weight.layout != wanted:
+            raise BadCall(f"the weight {weight.type} is packed as {weight.layout!r}, but these kernels read {wanted!r}")
+        return encode(weight, *arguments)
+
+    return checked
 
 
 # Checks ------------------------------------------------------------------------------------------------------------

@@ -8,7 +8,7 @@ from __future__ import annotations
 import ctypes
 import os
 import weakref
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 import attrs
@@ -36,14 +36,16 @@ RECORD = WORDS * 8  # bytes of a call: the kernel's number, then its arguments
 class Packed:
     """A weight [n, k] in panels of 16 outputs (product.h), still in the type that it came in.
 
-    ``data``: a vector of uint8 at a multiple of ALIGNMENT, of just the bytes that type and sizes need. Raises ``ValueError``
-    for any other, and for sizes out of range: a kernel trusts all of it.
+    ``data``: a vector of uint8 at a multiple of ALIGNMENT, of just the bytes that type and sizes need. ``layout``: how the
+    numbers lie in it, in the words of the library that packed it; another build may want as many bytes in another order.
+    Raises ``ValueError`` for any other data, and for sizes out of range: a kernel trusts all of it.
     """
 
     type: str
     n: int
     k: int
     data: Tensor
+    layout: str
 
     def __attrs_post_init__(self) -> None:
         told, data = f"a packed weight {self.type!r} of {self.n} rows of {self.k}", self.data
@@ -87,6 +89,7 @@ class Library:
         for name, result, arguments in (
             ("lockstep_vector_bits", ctypes.c_int, []),
             ("lockstep_tiles", ctypes.c_int, []),
+            ("lockstep_layout", ctypes.c_char_p, [size]),
             ("lockstep_packed_bytes", size, [size, size, size]),
             ("lockstep_pack", None, [size, pointer, size, size, pointer]),
             ("lockstep_checksum", ctypes.c_uint64, [pointer, size]),
@@ -102,6 +105,8 @@ class Library:
             raise OSError("it was built for matrix tiles, which the system does not grant this process")
         self.tiles = tiles == 1
         """Whether quantised weights are packed for matrix tiles and multiplied on them (tiles.h)."""
+        self.layouts = {kind: self._dll.lockstep_layout(number).decode() for kind, number in _NUMBERS.items()}
+        """How the kernels want weights of each type to lie."""
 
     @property
     def vector_bits(self) -> int:
@@ -121,7 +126,7 @@ class Library:
         number = _NUMBERS[kind]
         data = aligned(self.packed_bytes(kind, len(rows), k))
         self._dll.lockstep_pack(number, rows.data_ptr(), len(rows), k, data.data_ptr())
-        return Packed(kind, len(rows), k, data)
+        return Packed(kind, len(rows), k, data, self.layouts[kind])
 
     def packed_bytes(self, kind: str, n: int, k: int) -> int:
         """Size of a packed weight of one of TYPES, or of INTEGER's."""
@@ -135,7 +140,7 @@ class Library:
 
     def pool(self, threads: int, cpus: Sequence[int] | None = None) -> Pool:
         """``cpus``: a core for each thread to stay on, except for the caller's, which is the first."""
-        return Pool(self._dll, threads, cpus)
+        return Pool(self._dll, self.layouts, threads, cpus)
 
 
 def aligned(nbytes: int) -> Tensor:
@@ -160,14 +165,17 @@ class Records:
 
 
 class Pool:
-    """``threads`` threads, the caller's included; the others sleep between tapes. One tape runs at a time."""
+    """``threads`` threads, the caller's included; the others sleep between tapes. One tape runs at a time. ``layouts`` are
+    those of the library whose kernels they run."""
 
-    def __init__(self, dll: ctypes.CDLL, threads: int, cpus: Sequence[int] | None = None) -> None:
+    def __init__(
+        self, dll: ctypes.CDLL, layouts: Mapping[str, str], threads: int, cpus: Sequence[int] | None = None
+    ) -> None:
         if cpus is not None and (len(cpus) != threads or min(cpus) < 0 or max(cpus) >= 2**20):
             raise ValueError(f"cpus are {tuple(cpus)}, but must be one number of a core for each of {threads} threads")
         if not 1 <= threads <= 1024:
             raise ValueError(f"threads is {threads}, but must be in 1..1024")
-        self.threads = threads
+        self.threads, self.layouts = threads, layouts
         self._run = dll.lockstep_run
         places = None if cpus is None else (ctypes.c_int * threads)(*cpus)
         self._address = dll.lockstep_pool(threads, places)

@@ -2,7 +2,7 @@
 
     head     64 bytes: magic, version, where the index is and its SHA-256
     tensors  each at a multiple of 64 bytes, which is what the kernels' loads like best
-    index    JSON: the key that the file was made for; of each tensor name, type, sizes, place and checksum
+    index    JSON: the key that the file was made for; of each tensor name, type, layout, sizes, place and checksum
 
 The index is written last and the head after it, under a name that nobody looks for; only a whole file gets its name.
 Whatever does not fit, down to one byte of a tensor, makes the file ``Damaged``: then it is made anew.
@@ -27,7 +27,7 @@ from torch import Tensor
 from engine.native.library import ALIGNMENT, TYPES, Library, Packed, can_pack, packed_bytes
 from engine.native.tensors import JOINED, Linear, joined
 
-VERSION = 1
+VERSION = 2
 _MAGIC = b"lockstep"
 _HEAD = struct.Struct("<8sIIQQ32s")  # magic, version, 0, offset and size of the index, its digest
 _VECTOR = "vector"  # the type of what is no weight: norms and biases, fp32
@@ -40,9 +40,10 @@ class Damaged(Exception):
 
 @attrs.frozen
 class _Entry:
-    """``n`` rows of ``k`` numbers; of a vector, n numbers."""
+    """``n`` rows of ``k`` numbers; of a vector, n numbers, which have no layout."""
 
     type: str
+    layout: str
     n: int
     k: int
     at: int
@@ -61,11 +62,11 @@ class Writer:
 
     def add(self, name: str, made: Packed | Tensor) -> None:
         if isinstance(made, Packed):
-            kind, n, k, data = made.type, made.n, made.k, made.data
+            kind, layout, n, k, data = made.type, made.layout, made.n, made.k, made.data
         else:
-            kind, n, k, data = _VECTOR, len(made), 1, made.view(torch.uint8)
+            kind, layout, n, k, data = _VECTOR, "", len(made), 1, made.view(torch.uint8)
         total = self._library.checksum(data)
-        self._entries[name] = _Entry(kind, n, k, self._at, data.nbytes, total)
+        self._entries[name] = _Entry(kind, layout, n, k, self._at, data.nbytes, total)
         self._file.write(data.numpy().data)
         pad = -data.nbytes % ALIGNMENT
         self._file.write(bytes(pad))
@@ -124,7 +125,7 @@ class FileTensors:
 
     def _packed(self, name: str) -> Packed:
         entry = self._find(name)
-        return Packed(entry.type, entry.n, entry.k, self._bytes(entry))
+        return Packed(entry.type, entry.n, entry.k, self._bytes(entry), entry.layout)
 
     def _find(self, name: str, kind: str | None = None) -> _Entry:
         entry = self._entries.get(name)
@@ -138,6 +139,9 @@ class FileTensors:
     def _check(self, name: str, entry: _Entry, size: int) -> None:
         if (entry.n, entry.k) != self._size(name):
             raise Damaged(f"{name} has {entry.n} rows of {entry.k}, unlike the model's")
+        layout = self._library.layouts.get(entry.type, "")
+        if entry.layout != layout:
+            raise Damaged(f"{name} is packed as {entry.layout!r}, but the kernels read {layout!r}")
         inside = ALIGNMENT <= entry.at <= size - entry.bytes and entry.at % ALIGNMENT == 0
         if not inside or entry.bytes != self._wanted(entry):
             raise Damaged(f"{name} has {entry.bytes} bytes at {entry.at} of {size}")
@@ -191,6 +195,6 @@ def _index(memory: Tensor, size: int, key: str) -> Iterator[tuple[str, _Entry]]:
     if found.get("key") != key:
         raise Damaged("it was made for another key")
     for name, fields in found["tensors"].items():
-        if not isinstance(fields, list) or [type(field) for field in fields] != [str, *[int] * 5]:
+        if not isinstance(fields, list) or [type(field) for field in fields] != [str, str, *[int] * 5]:
             raise Damaged(f"the index says of {name!r:.80}: {fields!r:.80}")
         yield name, _Entry(*fields)

@@ -82,7 +82,7 @@ def load_native(
     for a tensor that cannot be read.
     """
     pack = partial(SourceTensors, model.config, model.source, library, integer=integer)
-    layout = f"{'integer' if integer else ''} {'tiles' if library.tiles else ''}"
+    layout = f"{'integer' if integer else ''} {sorted(library.layouts.items())}"
     key = None if cache is None else cache.key(model.source, layout)
     if cache is not None and key is not None:
         shapes = model.config.tensors()

@@ -32,7 +32,7 @@ MIN_BYTES = 2**24  # of source files; a smaller model is packed before a file co
 SPARE_BYTES = 2**28  # that stay free on the disk
 UNUSED_DAYS = 30  # after which a packed file is removed
 _BEGINNING, _SAMPLES, _SAMPLE = 2**20, 64, 4096
-_PACKING = ("library.py", "packed_file.py", "product.h", "tensors.py", "tiles.h", "weights.py")
+_PACKING = ("integer.h", "library.py", "packed_file.py", "product.h", "tensors.py", "tiles.h", "weights.py")
 _DAY = 86400
 
 

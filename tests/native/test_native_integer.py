@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
+import attrs
 import numpy as np
 import pytest
 import torch
@@ -176,6 +177,7 @@ def test_hostile_calls_are_refused() -> None:
     out = torch.empty(3, 40)
     for arguments, message in (
         ((weight("Q4_1", 40, 64)[0], None, q, scales, out), "type Q4_1, but must be one of Q8_0 x int8"),
+        ((attrs.evolve(weight_, layout="panels"), None, q, scales, out), "packed as .panels., but these kernels read"),
         ((weight_, None, q[:2], scales, out), "q has shape"),
         ((weight_, None, q[:, :32], scales, out), "q has shape"),
         ((weight_, None, q.float(), scales, out), "q is torch.float32"),

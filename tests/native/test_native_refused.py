@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
+import attrs
 import pytest
 import torch
 
@@ -16,6 +17,7 @@ from tests.native.kit import kernels, weight
 
 LAYOUT = HeadLayout(4, 2, 8, 4, 6)
 W: Packed = weight("F32", 20, 32)[0]
+SWAPPED = attrs.evolve(W, layout="tiles")  # as another library in this process would have packed it
 
 
 def f(*shape: int) -> torch.Tensor:
@@ -30,7 +32,7 @@ class Deaf(Pool):
     """Stands in for the threads: what arrives here would have been run."""
 
     def __init__(self) -> None:
-        self.ran = 0
+        self.ran, self.layouts = 0, library().layouts
 
     def run(self, records: Records) -> None:
         self.ran += 1
@@ -52,6 +54,10 @@ GOOD: dict[str, Callable[[], list[Any]]] = {
 }
 
 BAD: list[tuple[str, int, Any, str]] = [
+    *(
+        (name, 0, SWAPPED, "F32 is packed as 'tiles', but these kernels read 'panels'")
+        for name in ("embed", "linear", "head")
+    ),
     ("embed", 1, i(3, 1), "tokens"),
     ("embed", 1, torch.zeros(3, dtype=torch.int32), "tokens"),
     ("embed", 1, i(6)[::2], "tokens"),
@@ -187,14 +193,14 @@ def test_bad_weights(kind: str, rows: torch.Tensor, k: int) -> None:
 )
 def test_bad_packed_weights(kind: str, n: Any, k: int, data: torch.Tensor, message: str) -> None:
     with pytest.raises(ValueError, match=message):
-        Packed(kind, n, k, data)
+        Packed(kind, n, k, data, "panels")
 
 
 @pytest.mark.parametrize("kind", [*TYPES, *INTEGER.values()])
 def test_python_and_kernels_agree_on_sizes(kind: str) -> None:
     for n, k in ((1, 32), (16, 64), (17, 32), (100, 992)):
         assert packed_bytes(kind, n, k) == library().packed_bytes(kind, n, k) > 0
-        assert Packed(kind, n, k, aligned(packed_bytes(kind, n, k))).n == n
+        assert Packed(kind, n, k, aligned(packed_bytes(kind, n, k)), library().layouts[kind]).n == n
 
 
 @pytest.mark.parametrize("threads", [0, -1, 1025])

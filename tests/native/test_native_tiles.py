@@ -4,13 +4,14 @@ from __future__ import annotations
 
 from pathlib import Path
 
+import attrs
 import numpy as np
 import pytest
 import torch
 
 from engine.native import build
 from engine.native.build import NO_TILES, TARGET, BuildError, built, native_target, tiles_granted
-from engine.native.kernels import Kernels
+from engine.native.kernels import BadCall, Kernels
 from engine.native.library import Library
 from engine.native.runner import library
 from engine.native.tape import NativeTape
@@ -134,6 +135,25 @@ def test_without_tiles(tmp_path: Path) -> None:
             assert same_bytes(out, alone(kernels_of(of, 1), kind, x, 50, of))
             found.append(out)
         torch.testing.assert_close(found[0], found[1], rtol=1e-4, atol=1e-5)
+
+
+@needs_tiles
+@pytest.mark.timeout(300)
+@pytest.mark.parametrize("kind", QUANTISED)
+def test_a_weight_packed_for_another_library_is_refused(kind: str) -> None:
+    """Two builds in one process: as many bytes in another order, which without the check are other numbers, silently."""
+    plain = Library(built(target=(*TARGET, *NO_TILES)))
+    x, out, wanted = numbers(5, 9, 160), torch.empty(9, 50), torch.empty(9, 50)
+    for of, other in ((plain, library()), (library(), plain)):
+        mine, theirs = weight(kind, 50, 160, 0, of)[0], weight(kind, 50, 160, 0, other)[0]
+        told = f"is packed as '{other.layouts[kind]}', but these kernels read '{of.layouts[kind]}'"
+        with pytest.raises(BadCall, match=told):
+            kernels_of(of, 1).linear(theirs, None, x, out)
+        with pytest.raises(BadCall, match=told):
+            NativeTape().do(kernels_of(of, 1).linear, theirs, None, x, out)
+        kernels_of(of, 1).linear(mine, None, x, wanted)
+        kernels_of(of, 1).linear(attrs.evolve(theirs, layout=mine.layout), None, x, out)
+        assert not torch.allclose(out, wanted, atol=0.1)
 
 
 @needs_tiles

@@ -180,9 +180,10 @@ INDEXES: list[tuple[bytes, str]] = [
     (b'{"key":7,"tensors":{}}', "another key"),
     (b'{"key":"KEY","tensors":{"a":7}}', "says of 'a': 7"),
     (b'{"key":"KEY","tensors":{"a":["F32",1]}}', "says of 'a'"),
-    (b'{"key":"KEY","tensors":{"a":["F32",1,1.5,64,64,0]}}', "says of 'a'"),
-    (b'{"key":"KEY","tensors":{"a":["F32",1,true,64,64,0]}}', "says of 'a'"),
-    (b'{"key":"KEY","tensors":{"a":["F32",1,1,64,64,0]}}', "a has 1 rows of 1, unlike the model's"),
+    (b'{"key":"KEY","tensors":{"a":["F32",1,1,64,64,0]}}', "says of 'a'"),
+    (b'{"key":"KEY","tensors":{"a":["F32","",1,1.5,64,64,0]}}', "says of 'a'"),
+    (b'{"key":"KEY","tensors":{"a":["F32","",1,true,64,64,0]}}', "says of 'a'"),
+    (b'{"key":"KEY","tensors":{"a":["F32","panels",1,1,64,64,0]}}', "a has 1 rows of 1, unlike the model's"),
 ]
 # Rows, numbers in each, place and bytes of the last norm: 64 numbers of 4 bytes.
 LIES: list[tuple[tuple[int, int, int, int], str]] = [
@@ -214,7 +215,7 @@ def test_an_index_that_lies(sizes: tuple[int, ...], told: str, model: LoadedMode
     load_native(model, library(), None, cache)
     (path,) = packed(cache)
     whole = path.read_bytes()
-    norm = rb'("model\.norm\.weight":\["vector"),64,1,\d+,256,'
+    norm = rb'("model\.norm\.weight":\["vector",""),64,1,\d+,256,'
     assert re.search(norm, whole)
     path.write_bytes(_indexed(whole, lambda old: re.sub(norm, rb"\1,%d,%d,%d,%d," % sizes, old)))
     with pytest.warns(UserWarning, match="is made anew: model.norm.weight " + re.escape(told)):
@@ -226,12 +227,24 @@ def test_an_index_that_lies_about_types_is_not_used(model: LoadedModel, cache: W
     """As many bytes, another order: a table of 8-bit activations, from which no row can be read."""
     wanted = logits(load_native(model, library(), None, cache))
     (path,) = packed(cache)
-    table = rb'("model\.embed_tokens\.weight":\["Q8_0)"'
-    path.write_bytes(_indexed(path.read_bytes(), lambda old: re.sub(table, rb'\1 x int8"', old)))
+    table = rb'("model\.embed_tokens\.weight":\["Q8_0)","[^"]+"'
+    told = b'\\1 x int8","%s"' % library().layouts["Q8_0 x int8"].encode()
+    path.write_bytes(_indexed(path.read_bytes(), lambda old: re.sub(table, told, old)))
     with pytest.warns(UserWarning, match="is not used: .*embed_tokens.weight is of type Q8_0 x int8"):
         loaded = load_native(model, library(), None, cache)
     assert loaded.origin is None
     assert logits(loaded) == wanted
+
+
+def test_another_layout_is_made_anew(model: LoadedModel, cache: WeightsCache) -> None:
+    """A file of this very key whose weights lie as those of another build, in as many bytes."""
+    load_native(model, library(), None, cache)
+    (path,) = packed(cache)
+    whole, mine = path.read_bytes(), library().layouts["Q8_0"].encode()
+    path.write_bytes(_indexed(whole, lambda old: old.replace(b'["Q8_0","%s"' % mine, b'["Q8_0","another"')))
+    with pytest.warns(UserWarning, match="is made anew: .*is packed as 'another', but the kernels read"):
+        assert load_native(model, library(), None, cache).origin == path
+    assert path.read_bytes() == whole
 
 
 def test_a_pipe_in_the_place_of_the_file_is_not_waited_for(model: LoadedModel, cache: WeightsCache) -> None:
