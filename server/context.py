@@ -21,13 +21,14 @@ from engine.request import InvalidRequest, SamplingParams
 from server import tracing
 from server.answer import Shape, reply
 from server.bridge import Bridge
-from server.errors import ApiError, brief, of_invalid
+from server.errors import ApiError, of_invalid
 from server.fields import FieldJudge
 from server.live import Generation
 from server.live_view import LiveView
 from server.metrics import Metrics
 from server.prompts import Desk, Prompt, Reading, make_choices
 from server.settings import ServerSettings
+from server.shown import brief
 
 log = structlog.get_logger("lockstep.answer")
 

@@ -2,8 +2,7 @@
 
     {"error": {"message": ..., "type": ..., "param": ..., "code": ...}}
 
-One body can hold thousands of wrong values, so what is repeated from it has a limit: entries, characters of input, and
-characters of the whole message.
+Whatever a client sent, the message is short: ``server.shown`` bounds a value, ``server.findings`` the findings of a body.
 """
 
 from __future__ import annotations
@@ -18,10 +17,10 @@ from fastapi.responses import Response
 from starlette.exceptions import HTTPException
 
 from engine.request import InvalidRequest
+from server.findings import told
+from server.shown import MAX_INPUT, shorten
 from server.strict_json import dumps
 
-MAX_ENTRIES = 10
-MAX_INPUT = 200
 MAX_MESSAGE = 2000
 RETRY_AFTER = "1"
 
@@ -38,8 +37,6 @@ _TYPE_OF_STATUS = {
     504: "timeout_error",
 }
 _CODE_OF_STATUS = {404: "not_found", 405: "method_not_allowed"}
-_BRANCHES = frozenset({"str", "int", "float", "bool"})  # what pydantic calls the alternatives of a union
-_NO_OBJECT = frozenset({"missing", "model_type", "model_attributes_type"})
 _CODE_OF_REASON = dict.fromkeys(("max_model_len", "pool"), "context_length_exceeded")
 
 log = structlog.get_logger("lockstep.errors")
@@ -77,10 +74,6 @@ class ApiError(HTTPException):
         )
 
 
-def shorten(text: str, limit: int) -> str:
-    return text if len(text) <= limit else f"{text[: limit - 3]}..."
-
-
 def of_invalid(error: InvalidRequest, names: Mapping[str, str] | None = None) -> ApiError:
     """The engine's refusal as a response. ``names`` maps the engine's field names to those of the endpoint."""
     if error.code == "queue_full":
@@ -103,61 +96,9 @@ def of_exception(error: Exception, names: Mapping[str, str] | None = None) -> Ap
 
 
 def of_validation(errors: Sequence[Any]) -> ApiError:
-    """pydantic's findings in one message. Of a union, the finding that lies deepest says most."""
-    lines: dict[str, str] = {}
-    kinds: dict[str, str] = {}
-    for entry in errors:
-        field = _field(entry.get("loc", ()))
-        kind = str(entry.get("type"))
-        if field in lines and not (kinds[field].endswith("_type") and not kind.endswith("_type")):
-            continue
-        kinds[field] = kind
-        if len(lines) == MAX_ENTRIES and field not in lines:
-            lines[field] = "and more"
-            break
-        parent = field.rpartition("[")[0]
-        if parent:
-            lines.pop(parent, None)  # "must be text" about a list whose entry is wrong
-        lines[field] = _line(field, entry)
-    param = next(iter(lines), None) or None
-    return ApiError(400, "; ".join(lines.values()) or "the body is not valid", code="invalid_value", param=param)
-
-
-def _field(loc: Sequence[Any]) -> str:
-    """``("body", "messages", 0, "content", "list[...]", 1)`` as ``messages[0].content[1]``, without union branches."""
-    path = ""
-    for part in loc[1:] if loc and loc[0] == "body" else loc:
-        if isinstance(part, int):
-            path += f"[{part}]" if path else ""
-        elif isinstance(part, str) and part.isidentifier() and part not in _BRANCHES:
-            path += f".{part}" if path else part
-    return shorten(path, MAX_INPUT)
-
-
-def _line(field: str, entry: Mapping[str, Any]) -> str:
-    kind = entry.get("type")
-    if kind == "json_invalid":
-        why = (entry.get("ctx") or {}).get("error", "")
-        return f"the body is not valid JSON{f': {why}' if why else ''}"
-    if not field and kind in _NO_OBJECT:
-        return "the body must be a JSON object"
-    message = str(entry.get("msg", "is not valid")).removeprefix("Value error, ")
-    if kind == "missing":
-        return f"{field} is required"
-    if kind == "value_error":
-        return f"{field}: {shorten(message, 2 * MAX_INPUT)}"
-    return f"{field or 'the body'}: {shorten(message, 2 * MAX_INPUT)}, got {brief(entry.get('input'))}"
-
-
-def brief(value: Any) -> str:
-    """A value for a message: short, whatever it was. Does not render a large value first."""
-    if isinstance(value, str):
-        return repr(value) if len(value) <= MAX_INPUT else f"{value[:40]!r}... ({len(value)} characters)"
-    if isinstance(value, (list, dict)):
-        return f"{'a list' if isinstance(value, list) else 'an object'} of {len(value)} entries"
-    if isinstance(value, int) and not isinstance(value, bool) and abs(value) >= 10**30:
-        return "an integer of more than 30 digits"
-    return shorten(repr(value), MAX_INPUT)
+    """pydantic's findings as a response."""
+    message, param = told(errors)
+    return ApiError(400, message, code="invalid_value", param=param)
 
 
 def install(app: FastAPI) -> None:

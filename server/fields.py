@@ -15,9 +15,10 @@ from urllib.parse import quote
 
 import structlog
 
-from server.errors import ApiError, brief, shorten
+from server.errors import ApiError
 from server.logs import printable
 from server.schemas import Body, ChatBody, CompletionBody, GenerateBody, GenerateSampling, Message
+from server.shown import brief, shorten
 
 MAX_NAMES = 256  # names that are remembered; a stranger must not fill the memory with them
 MAX_TOLD = 8  # names in the header of one answer

@@ -19,12 +19,18 @@ from engine.loading.tokenizer import Tokenizer
 from engine.request import SamplingParams
 from engine.text.stops import StopSet
 from engine.text.stream import TextStream
-from server.errors import ApiError, brief
+from server.errors import ApiError
 from server.live import Choice
 from server.schemas import MAX_PROMPTS, Message
+from server.shown import brief
 
 LONG_BODY = 2**16  # bytes; tokenising more takes tens of milliseconds
 _RESERVED = frozenset({"messages", "tools", "add_generation_prompt", "documents"})
+_ALLOWED = {  # of the two fields of one kind: as a whole, and one of several
+    "text": ("text or a non-empty list of texts", "text"),
+    "input_ids": ("token ids or a non-empty list of lists of them", "a list of token ids"),
+}
+_EITHER = ("text, token ids, or a non-empty list of either", "text or a list of token ids")
 _ROLES = {"developer": "system"}  # OpenAI's newer name; templates know the older one
 
 T = TypeVar("T")
@@ -89,11 +95,12 @@ class Reading:
 def read_prompts(given: Any, field: str, reading: Reading) -> list[Prompt]:
     """Text, token ids, or a list of either. Raises ``ApiError`` 400 that names ``field``. Runs on a worker thread."""
     max_len = reading.max_len
+    whole, several = _ALLOWED.get(field, _EITHER)
     if isinstance(given, str):
         reading.check_bytes(field, [given])
         return [Prompt(tuple(reading.tokens(given, field)), given)]
     if not isinstance(given, list) or not given:
-        raise _bad(field, f"{field} is {brief(given)}, but must be text, token ids, or a non-empty list of either")
+        raise _bad(field, f"{field} is {brief(given)}, but must be {whole}")
     if _is_ids(given, field, max_len):
         return [Prompt(tuple(given))]
     if len(given) > MAX_PROMPTS:
@@ -109,7 +116,7 @@ def read_prompts(given: Any, field: str, reading: Reading) -> list[Prompt]:
                 raise _bad(name, f"{name} is empty, but at least 1 token is needed")
             prompts.append(Prompt(tuple(one)))
         else:
-            raise _bad(name, f"{name} is {brief(one)}, but must be text or a list of token ids")
+            raise _bad(name, f"{name} is {brief(one)}, but must be {several}")
     return prompts
 
 
@@ -197,7 +204,8 @@ def _plain(message: Message, name: str) -> dict[str, str]:
     extra = message.model_extra or {}
     for field in ("tool_calls", "function_call", "tool_call_id"):
         if extra.get(field) not in (None, []):
-            raise _bad(f"{name}.{field}", f"{name}.{field}: tools are not supported", code="unsupported_parameter")
+            what = f"{name}.{field}"
+            raise _bad(what, f"{what} is {brief(extra[field])}, but tools are not supported", "unsupported_parameter")
     if message.role in ("tool", "function"):
         raise _bad(
             f"{name}.role", f"{name}.role is {message.role!r}, but tools are not supported", "unsupported_parameter"

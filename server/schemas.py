@@ -43,6 +43,13 @@ Salt = Annotated[
     ),
 ]
 TemplateKwargs = Annotated[dict[str, Any], Field(max_length=64)]
+_TOKEN_ID, _REQUEST_ID = r"^(0|[1-9][0-9]{0,9})$", r"^[A-Za-z0-9._:-]+$"
+ALLOWED = {  # what a pattern, or a list of literals, asks for, in words
+    _TOKEN_ID: "a token id in decimal digits",
+    _REQUEST_ID: "letters, digits and any of . _ : -",
+    "'system', 'developer', 'user', 'assistant', 'tool' or 'function'": "system, developer, user or assistant",
+}
+KEYED = frozenset({"logit_bias"})  # fields whose entries have names that the client chose
 _NULL = {"type": "null"}
 _TEXT = {"type": "string", "minLength": 1}
 _IDS = {"type": "array", "items": {"type": "integer", "minimum": 0}, "minItems": 1}
@@ -99,7 +106,7 @@ class Sampling(Body):
     logit_bias: (
         Annotated[
             dict[
-                Annotated[str, Field(pattern=r"^(0|[1-9][0-9]{0,9})$")],
+                Annotated[str, Field(pattern=_TOKEN_ID)],
                 Annotated[float, Field(ge=-100, le=100)],
             ],
             Field(max_length=MAX_LOGIT_BIAS),
@@ -261,7 +268,7 @@ class GenerateBody(Body):
     sampling_params: GenerateSampling | None = None
     model: str | None = None
     stream: bool | None = None
-    rid: Annotated[str, Field(max_length=128, pattern=r"^[A-Za-z0-9._:-]+$")] | None = None
+    rid: Annotated[str, Field(max_length=128, pattern=_REQUEST_ID)] | None = None
     return_logprob: bool | None = None
     top_logprobs_num: Annotated[int, Field(ge=0, le=MAX_LOGPROBS)] | None = None
     logprob_start_len: (

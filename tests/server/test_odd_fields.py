@@ -94,7 +94,7 @@ def test_a_limit_is_named_as_it_was_sent(client: TestClient) -> None:
 
 def test_a_name_that_is_no_text_is_told_as_such(client: TestClient) -> None:
     error = assert_error(client.post(COMPLETIONS, content=b'{"prompt": "a", "\\ud83d": 1}', headers=JSON), 400)
-    assert "unicode" in error["message"]
+    assert "must be Unicode text" in error["message"]
     assert "JSON object" not in error["message"]
 
 
