@@ -14,6 +14,13 @@ def printable(text: str) -> str:
     return text if text.isascii() and text.isprintable() else ascii(text)[1:-1]
 
 
+class _Told(logging.Handler):
+    """What the engine tells the standard library's logger, as a line like all others, to what stderr is then."""
+
+    def emit(self, record: logging.LogRecord) -> None:
+        structlog.get_logger().log(record.levelno, record.getMessage())
+
+
 def configure(level: str, form: str) -> None:
     """Sets structlog and the standard library's root logger (uvicorn's warnings) for the whole process."""
     number = getattr(logging, level.upper())
@@ -37,3 +44,6 @@ def configure(level: str, form: str) -> None:
         logger_factory=lambda *_: structlog.WriteLogger(sys.stderr),  # whatever stderr is when a line is written
     )
     logging.basicConfig(stream=sys.stderr, level=max(number, logging.WARNING), format="%(levelname)s %(message)s")
+    engine = logging.getLogger("engine")
+    engine.handlers, engine.propagate = [_Told()], False
+    engine.setLevel(number)

@@ -2,7 +2,7 @@
 
 The name of a cached file is a hash of everything that its bytes depend on: sources, flags, the compiler's version and
 the processor's features. It is written under another name first and then renamed, so two processes that build at once
-both find a whole file. A cached file that somebody else could have written is not loaded.
+both find a whole file. A cached file that somebody else could have written is not loaded. Those used last are kept (KEPT).
 """
 
 from __future__ import annotations
@@ -11,13 +11,15 @@ import ctypes
 import hashlib
 import os
 import platform
+import re
 import shutil
 import stat
 import subprocess
 import tempfile
-import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
+
+from engine.native.prune import Limits, prune, used
 
 SOURCES = (
     "kernels.cpp",
@@ -36,6 +38,8 @@ TARGET = ("-march=native",)
 NO_TILES = ("-DLOCKSTEP_NO_TILES",)
 _TILES = "LOCKSTEP_TILES"  # the environment variable: "off" refuses matrix tiles
 _TIMEOUT = 600  # seconds; a build takes a few
+KEPT = Limits(re.compile(r"kernels-[0-9a-f]{24}\.so"), files=16, nbytes=2**28, days=90)
+LEFT = Limits(re.compile(r"kernels-[0-9a-f]{24}\w{8}\.tmp"), files=2**31, nbytes=2**63, days=2 * _TIMEOUT / 86400)
 _ROOT = 0
 _ARCH_PRCTL, _REQUEST_STATE, _TILE_STATE = 158, 0x1023, 18  # of x86-64 Linux
 
@@ -95,8 +99,10 @@ def built(
     if why := foreign(place.parent):
         raise BuildError(f"the cache folder {place.parent} {why}, so nothing is loaded from it")
     if place.is_file() and not foreign(place):  # a pipe would be waited for
+        used(place)
         return place
-    _sweep(place.parent)
+    prune(place.parent, LEFT)
+    prune(place.parent, KEPT, place)
     if announce is not None:
         announce()
     try:
@@ -135,16 +141,6 @@ def foreign(path: Path) -> str | None:
     if status.st_mode & (stat.S_IWGRP | stat.S_IWOTH) and not stat.S_ISLNK(status.st_mode):
         return "can be written by others"
     return None
-
-
-def _sweep(cache: Path) -> None:
-    """Removes what builders that were killed left behind."""
-    for half in cache.glob("*.tmp"):
-        try:
-            if time.time() - half.stat().st_mtime > 2 * _TIMEOUT:
-                half.unlink()
-        except OSError:  # another process was quicker
-            continue
 
 
 def _compile(compiler: str, flags: Sequence[str], folder: Path, place: Path) -> None:

@@ -2,6 +2,7 @@
 
     key   the source files (size, time of change, their beginning and samples of the rest), how weights are packed, byte order
     file  <key>.packed in the user's cache, written under another name first; two processes at once both make a whole one
+    kept  the files used last, see KEPT; when one is written, others go (prune.py)
 
 Nothing here can make a start fail: a folder that cannot be written, a full disk, a file that is damaged or that somebody
 else could have written only mean that weights are packed in memory, as they are without a cache.
@@ -12,10 +13,10 @@ from __future__ import annotations
 import contextlib
 import hashlib
 import os
+import re
 import shutil
 import sys
 import tempfile
-import time
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
@@ -27,13 +28,14 @@ from engine.loading.model import TensorSource
 from engine.native.build import cache_home, foreign
 from engine.native.library import Library
 from engine.native.packed_file import Damaged, FileTensors, Writer
+from engine.native.prune import Limits, prune, used
 
 MIN_BYTES = 2**24  # of source files; a smaller model is packed before a file could be opened and checked
 SPARE_BYTES = 2**28  # that stay free on the disk
-UNUSED_DAYS = 30  # after which a packed file is removed
+KEPT = Limits(re.compile(r"[0-9a-f]{32}\.packed"), files=8, nbytes=16 * 2**30, days=30)
+LEFT = Limits(re.compile(r"[0-9a-f]{32}\w{8}\.tmp"), files=2**31, nbytes=2**63, days=1)  # by writers that were killed
 _BEGINNING, _SAMPLES, _SAMPLE = 2**20, 64, 4096
 _PACKING = ("integer.h", "library.py", "packed_file.py", "product.h", "tensors.py", "tiles.h", "weights.py")
-_DAY = 86400
 
 
 @runtime_checkable
@@ -78,12 +80,12 @@ class WeightsCache:
             if foreign(self.folder) or foreign(place):
                 return None
             found = FileTensors(place, key, library, shapes)
-            os.utime(place)  # used: see _sweep
         except (FileNotFoundError, NotADirectoryError):
             return None
         except (Damaged, OSError) as error:
             warnings.warn(f"{place} is made anew: {error}", stacklevel=2)
             return None
+        used(place)
         return found
 
     @contextlib.contextmanager
@@ -92,7 +94,7 @@ class WeightsCache:
         self.folder.mkdir(mode=0o700, parents=True, exist_ok=True)
         if why := foreign(self.folder):
             raise PermissionError(f"{self.folder} {why}")
-        self._sweep()
+        self._prune(key)
         if shutil.disk_usage(self.folder).free < nbytes + SPARE_BYTES:
             raise OSError(f"{nbytes / 2**20:.0f} MiB would leave too little room on the disk of {self.folder}")
         handle, name = tempfile.mkstemp(prefix=key, suffix=".tmp", dir=self.folder)
@@ -103,16 +105,13 @@ class WeightsCache:
                 yield writer
                 writer.close()
             half.replace(self.place(key))
+            self._prune(key)
         finally:
             half.unlink(missing_ok=True)
 
-    def _sweep(self) -> None:
-        """Removes what has not been used for long, and what writers that were killed left behind."""
-        for pattern, days in (("*.packed", UNUSED_DAYS), ("*.tmp", 1)):
-            for path in self.folder.glob(pattern):
-                with contextlib.suppress(OSError):  # another process was quicker
-                    if time.time() - path.stat().st_mtime > days * _DAY:
-                        path.unlink()
+    def _prune(self, key: str) -> None:
+        prune(self.folder, LEFT)
+        prune(self.folder, KEPT, self.place(key))
 
 
 def weights_folder() -> Path:

@@ -86,13 +86,34 @@ def test_builders_at_the_same_time(source: Path, compiler: Path, tmp_path: Path)
 def test_what_a_killed_builder_left_is_removed(source: Path, tmp_path: Path) -> None:
     cache = tmp_path / "cache"
     cache.mkdir(mode=0o700)
-    old, new = cache / "kernels-old.tmp", cache / "kernels-new.tmp"
-    old.touch()
-    new.touch()
-    os.utime(old, (1, 1))
+    old, new = (cache / f"kernels-{'0' * 24}{name}.tmp" for name in ("old_____", "new_____"))
+    foreign = cache / "kernels-of-somebody.tmp"
+    for path in (old, new, foreign):
+        path.touch()
+    for path in (old, foreign):
+        os.utime(path, (1, 1))
     built(folder=source, cache=cache)
     assert not old.exists()
     assert new.exists()  # another builder may be at work on it
+    assert foreign.exists()
+
+
+def test_kernels_of_old_sources_are_removed(source: Path, compiler: Path, tmp_path: Path) -> None:
+    cache = tmp_path / "cache"
+    mine = built(folder=source, cache=cache)
+    others = [cache / f"kernels-{number:024x}.so" for number in range(build.KEPT.files + 3)]
+    for age, path in enumerate(others):
+        path.touch()
+        os.utime(path, (0, time.time() - 3600 * (age + 1)))
+    os.utime(mine, (0, time.time() - 3600 * 10**4))
+    assert built(folder=source, cache=cache) == mine  # a use is noted, and nothing is removed while nothing is made
+    assert mine.stat().st_mtime > time.time() - 3600
+    assert all(path.exists() for path in others)
+    built(folder=source, cache=cache, extra=("-O1",))
+    assert count(compiler) == 2
+    assert mine.exists()
+    assert sum(path.exists() for path in others) == build.KEPT.files - 1
+    assert not any(path.exists() for path in others[build.KEPT.files - 1 :])
 
 
 def test_file_that_others_can_write_is_built_anew(source: Path, compiler: Path, tmp_path: Path) -> None:

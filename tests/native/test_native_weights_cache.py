@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import mmap
 import os
 import re
 import struct
@@ -328,16 +329,36 @@ def test_a_file_that_others_can_write_is_made_anew(model: LoadedModel, cache: We
 
 def test_what_is_not_used_any_more_is_removed(model: LoadedModel, cache: WeightsCache) -> None:
     cache.folder.mkdir(mode=0o700)
-    names = {"old.packed": 40, "new.packed": 5, "old.tmp": 2, "new.tmp": 0}
-    for name, days in names.items():
+    ages = {
+        f"{'a' * 32}.packed": 40,
+        f"{'b' * 32}.packed": 5,
+        f"{'c' * 32}12345678.tmp": 2,
+        f"{'d' * 32}12345678.tmp": 0,
+    }
+    ages |= {"mine.packed": 400, "mine.tmp": 400}  # whoever names a folder may have other files there
+    for name, days in ages.items():
         (cache.folder / name).touch()
         os.utime(cache.folder / name, times=(0, time.time() - days * 86400))
     load_native(model, library(), None, cache)
-    (path,) = set(packed(cache)) - {cache.folder / name for name in names}
-    assert {path.name for path in packed(cache)} == {"new.packed", "new.tmp", path.name}
+    (path,) = set(packed(cache)) - {cache.folder / name for name in ages}
+    assert {path.name[0] for path in packed(cache) if path.name in ages} == {"b", "d", "m"}
+    assert {cache.folder / "mine.packed", cache.folder / "mine.tmp"} < set(packed(cache))
     os.utime(path, (0, 0))
     load_native(model, library(), None, cache)
     assert path.stat().st_mtime > time.time() - 3600  # a use is noted
+
+
+def test_a_new_file_takes_the_place_of_the_one_used_longest_ago(model: LoadedModel, cache: WeightsCache) -> None:
+    """Eight stay, the new one among them; what another process has mapped stays whole for it."""
+    cache.folder.mkdir(mode=0o700)
+    others = [cache.folder / f"{number:032x}.packed" for number in range(10)]
+    for age, path in enumerate(others):
+        path.write_bytes(b"mapped" * 1000)
+        os.utime(path, times=(0, time.time() - 3600 * (age + 1)))
+    with others[-1].open("rb") as file, mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_COPY) as held:
+        loaded = load_native(model, library(), None, cache)
+        assert set(packed(cache)) == {loaded.origin, *others[: weights_cache.KEPT.files - 1]}
+        assert held[:] == b"mapped" * 1000
 
 
 TWO = """

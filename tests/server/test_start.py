@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+import logging
 import os
 import re
 import signal
@@ -169,6 +171,20 @@ def test_a_signal_ends_a_start_that_compiles(folder: Path, tmp_path: Path) -> No
         for process, _ in started:
             process.kill()
             process.communicate()
+
+
+def test_what_the_engine_logs_is_a_line_like_all_others(capsys: pytest.CaptureFixture[str]) -> None:
+    log = logging.getLogger("engine.native.prune")
+    logs.configure("info", "json")
+    log.info("removed %d files", 3)
+    assert json.loads(capsys.readouterr().err) | {"timestamp": ""} == {
+        "event": "removed 3 files",
+        "level": "info",
+        "timestamp": "",
+    }
+    logs.configure("warning", "text")
+    log.info("removed %d files", 3)
+    assert capsys.readouterr().err == ""
 
 
 def test_a_quiet_log_level_starts_quietly(capsys: pytest.CaptureFixture[str]) -> None:
