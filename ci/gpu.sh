@@ -11,7 +11,7 @@ cd "$(dirname "$0")/.."
 PYTHON=${PYTHON:-python3}
 WHEELS=.wheels
 MOST=$((64 * 1024)) # KiB that may travel
-LACKS="annotated-types cyclopts docstring-parser fastapi gguf httpcore2 httpx2 jiter openai prometheus-client pydantic
+LACKS="annotated-types cyclopts docstring-parser fastapi gguf httpcore2 httpx2 opentelemetry-api prometheus-client pydantic
  pydantic-core rich-rst sse-starlette starlette structlog truststore typing-inspection uvicorn"
 
 fill() {
@@ -60,8 +60,9 @@ stage() {
   '$*' ended with status $? (124: over its limit of $limit)"
 }
 stage 60 "$PYTHON" ci/triton_errors.py
-stage 150 "$PYTHON" -m pytest -q -m gpu tests properties
-stage 60 "$PYTHON" -m pytest -q -m "not slow" tests/triton tests/conformance/test_hf_parity.py
-stage 120 "$PYTHON" -m server graphbench --device cuda --clients 24 --rates 2,8
+stage 150 "$PYTHON" -m pytest -q -m gpu tests/compute tests/sampling tests/triton properties/test_gpu.py
+stage 60 "$PYTHON" -m pytest -q -m "not slow and not gpu" tests/triton tests/conformance/test_hf_parity.py
+stage 120 sh -c '"$0" ci/gpu_model.py "$1" && "$0" -m server graphbench --model "$1" --server=--device=cuda --rates 4,16 --seconds 8' \
+    "$PYTHON" "$site/model"
 stage 150 "$PYTHON" ci/gpu_table.py
 [ -z "$failed" ] || { printf 'ci/gpu.sh: failed:%s\n' "$failed" >&2; exit 1; }
