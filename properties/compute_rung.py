@@ -187,13 +187,15 @@ def _next_position(entry: Chunk | Decode) -> int:
 class ComputeRung(EngineRung):
     """The real engine and the production runner over the network that ``make`` makes.
 
-    ``staged``: see ``PlanRunner``.
+    ``staged``: see ``PlanRunner``. A subclass says what it watches in its cache, and what requests were told wrongly.
     """
 
     staged: ClassVar[bool | None] = None
 
     def __init__(self, shape: WorkloadShape, make: MakeNetwork, oracle: Oracle) -> None:
         self._shape = shape
+        self._known: Mapping[int, Known] = {}
+        self._record: StepRecord | None = None
         wires: list[Tripwire] = []
 
         def wired(sizes: Sizes) -> Network:
@@ -211,24 +213,31 @@ class ComputeRung(EngineRung):
     def watch(self) -> CacheWatch:
         raise NotImplementedError
 
+    def misled(self, record: StepRecord, known: Mapping[int, Known]) -> tuple[Fact, ...]:
+        """What ``record`` tells requests, known as they were before it, that they are not told alone."""
+        raise NotImplementedError
+
     def payloads(self, event: Submit, stop_ids: frozenset[int]) -> tuple[object, ...]:
         return tuple(choice.spec for choice in sampling_of(event, stop_ids))
 
     def expect(self, step: Mapping[str, Any], after: Mapping[str, Any], known: Mapping[int, Known]) -> None:
         shape = self._shape
         self._watch.expected = touched(step, after, shape.blocks, shape.block_size) if step else None
+        self._known = known
 
     def step(self, *, fails: bool) -> StepRecord:
         """One iteration. Raises whatever the runner raised, unless the workload asked for it."""
         self._watch.fails = fails
-        record = self._engine.step()
+        self._record = record = self._engine.step()
         if self._watch.raised is not None:
             raise self._watch.raised
         return record
 
     def facts(self) -> Mapping[str, tuple[Fact, ...]]:
+        assert self._record is not None
         expected = self._watch.expected
-        return {} if expected is None else {"writes": self._cache.after(expected)}
+        written = {} if expected is None else {"writes": self._cache.after(expected)}
+        return {**written, "tokens": self.misled(self._record, self._known)}
 
 
 def some(facts: list[Fact]) -> tuple[Fact, ...]:

@@ -8,7 +8,7 @@ iteration. What it cannot see: arithmetic. That is for ``tiny``.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, ClassVar
 
 import numpy as np
 
@@ -182,12 +182,12 @@ def _told(row: Any, stamp: int) -> str:
 
 
 class RowsRung(ComputeRung):
+    name: ClassVar[str] = "rows"
+
     def __init__(self, shape: Shape) -> None:
-        must_fit(shape, "rows", MOST_CELLS)
+        must_fit(shape, self.name, MOST_CELLS)
         self._oracle = DigestOracle(shape)
         super().__init__(shape, DigestNetwork, self._oracle)
-        self._known: Mapping[int, Known] = {}
-        self._record: StepRecord | None = None
 
     def watch(self) -> DigestWatch:
         assert isinstance(self.network, DigestNetwork)
@@ -197,12 +197,6 @@ class RowsRung(ComputeRung):
     def expect(self, step: Mapping[str, Any], after: Mapping[str, Any], known: Mapping[int, Known]) -> None:
         super().expect(step, after, known)
         self._digests.told(after, known)
-        self._known = known
 
-    def step(self, *, fails: bool) -> StepRecord:
-        self._record = super().step(fails=fails)
-        return self._record
-
-    def facts(self) -> Mapping[str, tuple[Fact, ...]]:
-        assert self._record is not None
-        return {**super().facts(), "tokens": told(self._record, self._known, self._oracle.asked)}
+    def misled(self, record: StepRecord, known: Mapping[int, Known]) -> tuple[Fact, ...]:
+        return told(record, known, self._oracle.asked)

@@ -10,7 +10,7 @@ What it cannot see: a mistake in arithmetic that the solo run makes as well.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any, ClassVar
+from typing import ClassVar
 
 import numpy as np
 import torch
@@ -131,20 +131,9 @@ class TinyRung(ComputeRung):
         oracle = SoloOracle(self.kernels, shape)
         super().__init__(shape, tiny_network(self.kernels), oracle)
         self._reports = Reports(oracle)
-        self._known: Mapping[int, Known] = {}
-        self._record: StepRecord | None = None
 
-    def expect(self, step: Mapping[str, Any], after: Mapping[str, Any], known: Mapping[int, Known]) -> None:
-        super().expect(step, after, known)
-        self._known = known
-
-    def step(self, *, fails: bool) -> StepRecord:
-        self._record = super().step(fails=fails)
-        return self._record
-
-    def facts(self) -> Mapping[str, tuple[Fact, ...]]:
-        assert self._record is not None
-        return {**super().facts(), "tokens": self._reports.facts(self._record, self._known)}
+    def misled(self, record: StepRecord, known: Mapping[int, Known]) -> tuple[Fact, ...]:
+        return self._reports.facts(record, known)
 
     def happened(self) -> Mapping[str, int]:
         return self._reports.happened
