@@ -2,7 +2,7 @@
 
 Special tokens in the text of a user are a question of trust, so ``encode`` takes ``parse_special``: with it off, the
 string ``<|im_end|>`` becomes the ordinary tokens that spell it. The library's switch for that is a mutable attribute of
-the tokenizer, so two tokenizers are kept instead and neither is changed after it was made.
+the tokenizer, so two tokenizers over one vocabulary are kept instead and neither is changed after it was made.
 """
 
 from __future__ import annotations
@@ -55,8 +55,9 @@ class Tokenizer:
         added = backend.get_added_tokens_decoder()
         self.special_ids = frozenset(i for i, token in added.items() if token.special)
         self._literal = frozenset(added)
-        known = max(backend.get_vocab(with_added_tokens=True).values(), default=-1) + 1
-        self.vocab_size = known if vocab_size is None else vocab_size
+        if vocab_size is None:
+            vocab_size = max(backend.get_vocab(with_added_tokens=True).values(), default=-1) + 1
+        self.vocab_size = vocab_size
         self.add_bos = bos_id is not None and backend.encode("").ids[:1] == [bos_id]
         self._byte_level = _has_decoder(backend, "ByteLevel")
         self.byte_fallback = _has_decoder(backend, "ByteFallback")  # runs of ``<0xNN>`` tokens are decoded as a whole
@@ -154,10 +155,22 @@ class Tokenizer:
     def _without_special(self) -> tokenizers.Tokenizer:
         with self._lock:
             if self._plain is None:
-                plain = tokenizers.Tokenizer.from_str(self.backend.to_str())
+                plain = _twin(self.backend)
                 plain.encode_special_tokens = True
                 self._plain = plain
             return self._plain
+
+
+def _twin(backend: tokenizers.Tokenizer) -> tokenizers.Tokenizer:
+    """A tokenizer that is equal to ``backend`` and has switches of its own. Vocabulary and merges, of which each entry costs a
+    few hundred bytes, are held once for both; a copy by way of JSON would hold them twice and three times on its way."""
+    twin = tokenizers.Tokenizer(backend.model)
+    for part in ("normalizer", "pre_tokenizer", "post_processor", "decoder"):
+        if (found := getattr(backend, part)) is not None:
+            setattr(twin, part, found)
+    for _, token in sorted(backend.get_added_tokens_decoder().items()):  # in the order in which their ids were given
+        (twin.add_special_tokens if token.special else twin.add_tokens)([token])
+    return twin
 
 
 def _pattern(tokens: Iterable[tokenizers.AddedToken], *, spelling_only: bool = False) -> re.Pattern[str] | None:

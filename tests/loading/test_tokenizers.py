@@ -317,6 +317,42 @@ def test_the_switch_is_safe_across_threads(tokenizer: Tokenizer) -> None:
     assert wrong == []
 
 
+def every_kind() -> dict[str, Tokenizer]:
+    """Byte-level with and without a normaliser, SentencePiece, BOS and EOS in front and behind, padded embeddings."""
+    made = {}
+    for pre, (make, nfc) in REFERENCES.items():
+        metadata = metadata_of(train(make(), nfc), pre)
+        made[pre] = gguf_tokenizer(metadata, len(metadata["tokenizer.ggml.tokens"]), "test")
+    framed = metadata | {"tokenizer.ggml.add_bos_token": True, "tokenizer.ggml.add_eos_token": True}
+    made["framed"] = gguf_tokenizer(framed, 1000, "test")
+    pieces = sentencepiece_metadata()
+    made["sentencepiece"] = gguf_tokenizer(pieces, len(pieces["tokenizer.ggml.tokens"]), "test")
+    return made
+
+
+@pytest.mark.parametrize("kind", [*REFERENCES, "framed", "sentencepiece"])
+def test_the_tokenizer_that_reads_no_special_token_is_the_other_with_its_switch_on(kind: str) -> None:
+    tokenizer = every_kind()[kind]
+    copy = tokenizers.Tokenizer.from_str(tokenizer.backend.to_str())
+    assert tokenizer._without_special().to_str() == copy.to_str()
+    parsed = [copy.encode(text).ids for text in SPECIAL]
+    copy.encode_special_tokens = True
+    assert [copy.encode(text).ids for text in SPECIAL] != parsed or kind == "sentencepiece"  # which has none of these
+    for text in [*TEXTS, *varied_texts(50)]:
+        for around in (True, False):
+            ids = tokenizer.encode(text, add_special_tokens=around, parse_special=False)
+            assert ids == copy.encode(text, add_special_tokens=around).ids, text
+
+
+def test_both_tokenizers_hold_one_vocabulary(tokenizer: Tokenizer) -> None:
+    """Seen by a setting of the model that one writes and the other reads; a copy by way of JSON does not see it."""
+    mine = Tokenizer(tokenizers.Tokenizer.from_str(tokenizer.backend.to_str()))
+    plain, copy = mine._without_special(), tokenizers.Tokenizer.from_str(mine.backend.to_str())
+    model: Any = mine.backend.model
+    model.continuing_subword_prefix = "seen"
+    assert [getattr(each.model, "continuing_subword_prefix", None) for each in (plain, copy)] == ["seen", None]
+
+
 def test_a_guarded_chat_keeps_the_templates_tokens_and_no_others() -> None:
     model = synthetic_model()
     tokenizer, template = model.tokenizer, model.template
