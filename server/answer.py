@@ -8,8 +8,8 @@ against ``receive``, which says ``http.disconnect``; a ``send`` that raises ``OS
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Mapping, Sequence
-from contextlib import suppress
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
 from typing import Any, Protocol
 
 import structlog
@@ -101,8 +101,7 @@ async def _until_gone(receive: Receive) -> None:
         pass
 
 
-async def send_whole(send: Send, body: Any) -> None:
-    data = dumps(body)
+async def send_whole(send: Send, data: bytes) -> None:
     headers = [(b"content-type", b"application/json"), (b"content-length", str(len(data)).encode())]
     await send({"type": "http.response.start", "status": 200, "headers": headers})
     await send({"type": "http.response.body", "body": data})
@@ -129,15 +128,29 @@ async def send_events(send: Send, events: AsyncIterator[bytes]) -> None:
 
 async def frames(shape: Shape, generation: Generation, ping_interval: float) -> AsyncIterator[bytes]:
     """One piece per round of news; a comment when there is none for ``ping_interval`` seconds (0: never)."""
-    if head := b"".join(frame(event) for event in shape.first()):
-        yield head
-    async for deltas in generation.news(ping_interval or None):
-        if not deltas:
-            yield _PING
-        elif data := b"".join(frame(event) for delta in deltas for event in shape.events(delta)):
-            yield data
-    if tail := b"".join(frame(event) for event in shape.last()):
-        yield tail
+    with _failing(generation):
+        if head := b"".join(frame(event) for event in shape.first()):
+            yield head
+        async for deltas in generation.news(ping_interval or None):
+            if not deltas:
+                yield _PING
+            elif data := b"".join(frame(event) for delta in deltas for event in shape.events(delta)):
+                yield data
+        if tail := b"".join(frame(event) for event in shape.last()):
+            yield tail
+
+
+@contextmanager
+def _failing(generation: Generation) -> Iterator[None]:
+    """An answer that cannot be written failed, though the engine did not: metrics and spans are to know."""
+    try:
+        yield
+    except ApiError:
+        raise
+    except Exception as error:  # noqa: BLE001 - whatever it was, it ends this answer
+        failure = of_exception(error)
+        generation.fail(failure)
+        raise failure from None
 
 
 async def reply(send: Send, shape: Shape, generation: Generation, *, stream: bool, ping_interval: float) -> None:
@@ -145,7 +158,9 @@ async def reply(send: Send, shape: Shape, generation: Generation, *, stream: boo
     if stream:
         await send_events(send, frames(shape, generation, ping_interval))
         return
-    await send_whole(send, shape.whole(await generation.everything()))
+    with _failing(generation):
+        data = dumps(shape.whole(await generation.everything()))
+    await send_whole(send, data)
 
 
 def refuse_stream_options(stream: bool | None, given: object) -> None:

@@ -77,6 +77,7 @@ def create_lazy_app(
         live=live,
     )
     metrics.turned_away = lambda: context.turned_away
+    metrics.told = lambda: context.bridge.told
 
     @asynccontextmanager
     async def lifespan(app: FastAPI) -> AsyncIterator[None]:

@@ -17,6 +17,7 @@ import asyncio
 import queue
 import threading
 import time
+from collections import Counter
 from collections.abc import Callable, Sequence
 from functools import partial
 from typing import TYPE_CHECKING, Any, Protocol, TypeVar
@@ -38,6 +39,7 @@ if TYPE_CHECKING:
 
 log = structlog.get_logger("lockstep.engine")
 T = TypeVar("T")
+_GOOD = ("stop", "length")  # the engine's reasons of an end after which an answer may still fail
 
 
 @attrs.define
@@ -47,6 +49,7 @@ class StepTimes:
     first_tokens: list[float] = attrs.field(factory=list)
     between_tokens: list[float] = attrs.field(factory=list)
     ends: list[float] = attrs.field(factory=list)
+    judged: list[str] = attrs.field(factory=list)  # the engine's reasons of ends that count in Bridge.told instead
     prompt_tokens: int = 0
     text: float = 0.0  # incremental text of requests with stop strings, on the engine thread (rule 13)
 
@@ -97,6 +100,8 @@ class Bridge:
         self.step_began: float | None = None  # monotonic; None between steps
 
         self._commands: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
+        self.told: Counter[str] = Counter()  # how ends that the server judges were told; event loop only
+        self._failed: set[int] = set()  # aborted since the server failed on their answer; engine thread only
         self.text_seconds = 0.0  # since the latest step was published; engine thread only
         self._live: dict[int, tuple[Generation, Choice]] = {}  # engine thread only
         self._lock = threading.Lock()
@@ -179,7 +184,9 @@ class Bridge:
         if generation.closed:
             return
         if not generation.ended:
-            self._commands.put(partial(self._abort, generation))
+            self._commands.put(partial(self._abort, generation, generation.failed))
+        for choice in generation.choices:
+            self._tell(generation, choice)
         generation.closed = True  # after its abort was sent: the audit counts on that
         self._open.discard(generation)
         self._wake()
@@ -224,6 +231,18 @@ class Bridge:
             assert self._changed is not None
             await self._changed.wait()
         return self.phase
+
+    def _arrive(
+        self, generation: Generation, choice: Choice, token: Sampled | None, piece: str, end: Finished | None
+    ) -> None:
+        generation.arrive(choice, token, piece, end)
+        if generation.closed:
+            self._tell(generation, choice)
+
+    def _tell(self, generation: Generation, choice: Choice) -> None:
+        """Counts how a choice ended that the engine ended well: its text, or its answer, may have failed all the same."""
+        if choice.end is not None and choice.end.reason in _GOOD:
+            self.told["error" if choice.broken is not None or generation.failed else choice.end.reason] += 1
 
     async def _until_closed(self, seconds: float) -> bool:
         deadline = time.monotonic() + seconds
@@ -326,11 +345,14 @@ class Bridge:
             self._live[request] = (generation, choice)
         self._deliver(partial(generation.accept, seeds))
 
-    def _abort(self, generation: Generation) -> None:
+    def _abort(self, generation: Generation, failed: bool) -> None:
+        """``failed``: not by its client's wish."""
         assert self._engine is not None
         for choice in generation.choices:
             if choice.request is not None and self._live.pop(choice.request, None) is not None:
                 self._engine.abort(choice.request)
+                if failed:
+                    self._failed.add(choice.request)
 
     def _abort_all(self) -> None:
         assert self._engine is not None
@@ -345,14 +367,19 @@ class Bridge:
         times = StepTimes(text=self.text_seconds)
         self.text_seconds = 0.0
         batch: list[Callable[[], None]] = []
+        for end in record.aborted:
+            if end.request in self._failed:
+                self._failed.remove(end.request)
+                times.judged.append(end.reason)
+                batch.append(partial(self.told.update, ["error"]))
         ends = {end.request: end for end in (*record.aborted, *record.finished)}
         for request, sampled in record.sampled:
             if (live := self._live.get(request)) is not None:
                 self._clock(live[1], len(live[0].prompts[live[1].prompt]), now, times)
-                batch.append(self._news(live, sampled, ends.pop(request, None), now, times))
+                self._news(live, sampled, ends.pop(request, None), now, times, batch)
         for request, end in ends.items():  # ended without a token: aborted, or the step failed
             if (live := self._live.get(request)) is not None:
-                batch.append(self._news(live, None, end, now, times))
+                self._news(live, None, end, now, times, batch)
         for sink in self._sinks:
             later = self._contained(sink, partial(sink.step, engine, record, times))
             if later is not None:
@@ -376,12 +403,14 @@ class Bridge:
         end: Finished | None,
         now: float,
         times: StepTimes,
-    ) -> Callable[[], None]:
+        batch: list[Callable[[], None]],
+    ) -> None:
         generation, choice = live
         if end is not None:
             del self._live[end.request]
-            if end.reason in ("stop", "length"):
+            if end.reason in _GOOD:
                 times.ends.append(now - choice.arrived)
+                times.judged.append(end.reason)
         piece = ""
         if choice.stops_in_commit:
             try:
@@ -389,11 +418,14 @@ class Bridge:
                     choice.text.finish()
                 piece = choice.text.take()
             except Exception as error:  # noqa: BLE001 - it ends this request only
-                end = broken_text(choice.request, None if end is None else end.facts, 0, error)
                 if choice.request is not None and self._live.pop(choice.request, None) is not None:
                     assert self._engine is not None
                     self._engine.abort(choice.request)
-        return partial(generation.arrive, choice, sampled, piece, end)
+                    self._failed.add(choice.request)
+                elif end is not None and end.reason in _GOOD:
+                    batch.append(partial(self.told.update, ["error"]))
+                end = broken_text(choice.request, None if end is None else end.facts, 0, error)
+        batch.append(partial(self._arrive, generation, choice, sampled, piece, end))
 
     @staticmethod
     def _clock(choice: Choice, prompt_tokens: int, now: float, times: StepTimes) -> None:

@@ -163,7 +163,9 @@ def _log(generation: Generation) -> None:
         prompt_tokens=sum(len(ids) for ids in generation.prompts),
         completion_tokens=generation.num_tokens,
         cached_tokens=sum(end.facts.cached_tokens for end in ends if end is not None and end.facts is not None),
-        ended=",".join(sorted({end.reason if end is not None else "open" for end in ends})),
+        ended="error"
+        if generation.failed
+        else ",".join(sorted({end.reason if end is not None else "open" for end in ends})),
         ttft=None if first is None else round(first - generation.arrived, 4),
         seconds=round(now - generation.arrived, 4),
     )

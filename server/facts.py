@@ -92,7 +92,7 @@ def readings(metrics: Metrics) -> dict[str, Any]:
         "recomputed_tokens": counters.recomputed_tokens,
         "prefix_hit_tokens": counters.prefix_hit_tokens,
         "sampled_tokens": counters.sampled_tokens,
-        "finished": dict(sorted(counters.finished.items())),
+        "finished": dict(sorted(metrics.ended().items())),
         "refused": dict(sorted(metrics.refused().items())),
         "failed_steps": counters.failed_steps,
     }

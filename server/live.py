@@ -188,6 +188,11 @@ class Generation:
         ended = (failure(choice.broken or choice.end) for choice in self.choices)
         return self._failure or next((error for error in ended if error is not None), None)
 
+    @property
+    def failed(self) -> bool:
+        """Whether the answer is a 500: by no wish of its client's, and not since the server goes away."""
+        return self.failure is not None and self.failure.status_code == 500
+
     async def news(self, patience: float | None = None) -> AsyncIterator[list[Delta]]:
         """Deltas as they come, until every choice has ended; an empty list after ``patience`` seconds of silence.
 

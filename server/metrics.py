@@ -93,12 +93,13 @@ class Reading:
     free_rows: int = 0
     recorded: int = 0  # graphs, since start
     counters: Counters = attrs.field(factory=Counters)
+    judged: Mapping[str, int] = attrs.field(factory=dict)  # of the ends in ``counters``, those that the server judges
     schedule_seconds: float = 0.0
     execute_seconds: float = 0.0  # the sampler included
     sample_seconds: float = 0.0
 
     @classmethod
-    def of(cls, engine: Engine) -> Reading:
+    def of(cls, engine: Engine, judged: Mapping[str, int] | None = None) -> Reading:
         """Must be called on the engine thread."""
         scheduler = engine.scheduler
         return cls(
@@ -111,6 +112,7 @@ class Reading:
             free_rows=scheduler.rows.num_free,
             recorded=getattr(engine.runner, "recorded", 0),
             counters=_kept(scheduler.counters),
+            judged=judged or {},
             schedule_seconds=engine.seconds.schedule,
             execute_seconds=engine.seconds.execute,
             sample_seconds=getattr(engine.runner, "sample_seconds", 0.0),
@@ -145,7 +147,9 @@ class Metrics:
         self.model_name = model_name
         self.text_seconds = 0.0
         self.turned_away: Callable[[], int] = lambda: 0  # requests, by a glance at the queue
+        self.told: Callable[[], Mapping[str, int]] = dict  # how the ends that the server judges were told
         self.reading = Reading()
+        self._judged: Mapping[str, int] = {}  # replaced, never changed: readings hold it
         self.registry = CollectorRegistry()
         self._ttft = self._histogram("time_to_first_token_seconds", "From arrival to the first token.", _TTFT)
         self._between = self._histogram("inter_token_latency_seconds", "Between two tokens of a request.", _BETWEEN)
@@ -177,7 +181,9 @@ class Metrics:
         """The reading is taken now; what it returns observes the latencies, on the event loop."""
         asked = sum(len(seat.tokens) for seat in record.plan.seated) if engine.limits.prefix_cache else 0
         self.text_seconds += times.text
-        self.reading = Reading.of(engine)
+        if times.judged:
+            self._judged = Count(self._judged) + Count(times.judged)
+        self.reading = Reading.of(engine, self._judged)
         return partial(self._observe, times, asked)
 
     def _observe(self, times: StepTimes, asked: int) -> None:
@@ -196,6 +202,11 @@ class Metrics:
     def refused(self) -> Mapping[str, int]:
         """Requests that the queue refused, by reason: at the door, and at a glance before it."""
         return self.reading.counters.refused + Count(queue_full=self.turned_away())
+
+    def ended(self) -> Mapping[str, int]:
+        """Requests that ended, by the reason that their client was told: an answer that failed in the server is an error,
+        whatever the engine made of it. What the engine ended well counts when it has been told, so nothing is counted twice."""
+        return Count(self.reading.counters.finished) - Count(self.reading.judged) + Count(self.told())
 
     def exposition(self) -> bytes:
         """The text that Prometheus scrapes."""
@@ -216,6 +227,7 @@ class _Readings(Collector):
         counters = reading.counters
         checker = self._metrics.checker
         outlet = self._metrics.outlet
+        finished = self._metrics.ended()
         used = reading.blocks - reading.free_blocks
         yield self._gauge("num_requests_running", "Requests that hold a row.", reading.running)
         yield self._gauge("num_requests_waiting", "Requests in the queue, preempted ones included.", reading.waiting)
@@ -240,10 +252,14 @@ class _Readings(Collector):
             ("slow_readers_dropped", "Clients cut off because they did not read.", outlet.dropped),
             ("send_blocked_seconds", "What sends have waited for their readers.", outlet.blocked_seconds),
             ("requests_timed_out", "Requests ended by --request-timeout.", outlet.timed_out),
-            ("requests_aborted", "Requests ended by their client or by a shutdown.", counters.finished["abort"]),
+            (
+                "requests_aborted",
+                "Requests ended by their client, by --request-timeout or by a shutdown.",
+                finished.get("abort", 0),
+            ),
         ):
             yield self._total(name, text, (), {(): value})
-        ended = {(reason,): count for reason, count in counters.finished.items()}
+        ended = {(reason,): count for reason, count in finished.items()}
         yield self._total("request_success", "Requests that ended, by reason.", ("finished_reason",), ended)
         refused = {(reason,): count for reason, count in self._metrics.refused().items()}
         yield self._total("requests_refused", "Requests that the queue refused.", ("reason",), refused)

@@ -16,6 +16,7 @@ from engine.control.plan import NO_TOKEN, Plan, Sampled
 from engine.text.stream import TextStream
 from engine.trace import Submit
 from server.record import Recorder
+from server.shapes import CompletionShape
 from tests.server.stub import StubRunner
 from tests.server.test_failures import BODY, CHATS, COMPLETIONS, GENERATE
 from tests.server.test_record import replayed
@@ -212,6 +213,59 @@ def test_an_end_of_a_text_that_raises_is_an_error_of_its_request(
         assert "the text of output token" in error_of(told)["message"]
         await world.step(2)
         assert world.nothing_held()
+
+    run(main)
+
+
+BROKEN = {
+    "push": (TextStream, "push"),
+    "take": (TextStream, "take"),
+    "finish": (TextStream, "finish"),
+    "shape": (CompletionShape, "whole"),
+    "event": (CompletionShape, "events"),
+}
+
+
+@pytest.mark.parametrize("stop", [None, "never comes"])
+@pytest.mark.parametrize("stream", [True, False])
+@pytest.mark.parametrize("where", BROKEN)
+@pytest.mark.parametrize("n", [1, 2])
+def test_an_answer_that_fails_in_the_server_counts_as_an_error(
+    where: str, stop: str | None, stream: bool, n: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Whether the engine aborts it for that, or had ended it; and no count goes back on the way."""
+    if where in ("shape", "event") and (where == "event") != stream:
+        pytest.skip("such an answer never gets there")
+
+    def broken(*_: object, **__: object) -> None:
+        raise LookupError("no such piece")
+
+    async def main() -> None:
+        world = World()
+        metrics = world.app.state.context.metrics
+        bad = world.post(COMPLETIONS, BODY | {"stop": stop, "stream": stream, "n": n, "temperature": 1.0})
+        await world.until(lambda: world.bridge.num_open == 1)
+        with monkeypatch.context() as patch:
+            patch.setattr(*BROKEN[where], broken)
+            before: dict[str, int] = {}
+            while not bad.task.done():
+                await world.step()
+                ended = metrics.ended()
+                assert all(ended.get(reason, 0) >= count for reason, count in before.items()), (before, ended)
+                before = dict(ended)
+        assert (bad.events()[-2] if stream else bad.json())["error"]["type"] == "server_error"
+        await world.step(2)
+        assert dict(metrics.ended()) == {"error": n}
+        good, gone = world.post(COMPLETIONS, BODY), world.post(COMPLETIONS, BODY | {"stream": True, "max_tokens": 24})
+        await world.until(lambda: world.bridge.num_open == 2)
+        await world.step(2)
+        gone.leave()
+        await world.run(good, gone)
+        await world.step(2)
+        assert dict(metrics.ended()) == {"error": n, "length": 1, "abort": 1}
+        told = metrics.exposition().decode().splitlines()
+        assert [line for line in told if "requests_aborted_total{" in line and line.endswith(" 1.0")]
+        assert [line for line in told if 'finished_reason="error"' in line and line.endswith(f" {n}.0")]
 
     run(main)
 

@@ -35,7 +35,7 @@ FAULTS = {
             "abort-dropped",
             "the abort of a client that leaves is not sent",
             ("stream", "decisions"),
-            line(_BRIDGE, "close", "self._commands.put(partial(self._abort, generation))", "pass"),
+            line(_BRIDGE, "close", "self._commands.put(partial(self._abort, generation, generation.failed))", "pass"),
         ),
         Fault("sent-twice", "one request is submitted twice", ("decisions",), line(_BRIDGE, "_submit", _SENT, _TWICE)),
         Fault(
