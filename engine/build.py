@@ -15,6 +15,7 @@ from engine.compute.recording import Recorded, corners, refuse_open_shapes
 from engine.compute.runner import ModelRunner, PlanRunner, kv_bytes_per_block
 from engine.compute.weights import Weights
 from engine.config import ConfigError, EngineConfig
+from engine.control.door import most_tokens
 from engine.control.limits import Limits
 from engine.cuda.device import cache_bytes, exact_products, weight_bytes
 from engine.cuda.kernels import NoTriton, triton_device
@@ -289,6 +290,35 @@ def _free_bytes(device: str) -> int:
     return 8 * CPU_KV_BYTES
 
 
+def _size(nbytes: int) -> str:
+    """So small a pool that it would be 0 MiB still has a size."""
+    return f"{nbytes / 2**20:.0f} MiB" if nbytes >= 10 * 2**20 else f"{nbytes / 2**10:.0f} KiB"
+
+
+def _few(count: int, one: str) -> str:
+    return f"{count} {one if count == 1 else one + 's'}"
+
+
+def _graphs(limits: Limits, capture: Mapping[str, Any]) -> str:
+    if not limits.captures:
+        return f"none ({capture['bound_by']}): every decode step runs eagerly"
+    cost = f"{_size(capture['bytes'])}, recorded in {capture['seconds']:.1f} s"
+    widest = f"the widest {_few(capture['ceiling'], 'block')}, bound by {capture['bound_by']}"
+    gap = capture["gap"] or "every decode step replays"
+    scattered = "" if limits.persistent_batch else "; without the persistent batch, scattered rows run eagerly"
+    return f"{_few(len(limits.captures), 'shape')}, {cost}; {widest}; {gap}{scattered}"
+
+
+def _context(limits: Limits) -> str:
+    """How long a request may be, and how many of the longest the pool and the rows have room for at the same time."""
+    most = most_tokens(limits, 0)
+    if most < limits.max_model_len:
+        return f"{limits.max_model_len} tokens, but a request has at most {most}: the KV cache holds no more"
+    blocks = max(1, -(-(most - 1) // limits.block_size))  # the last token needs no K/V
+    count = min(limits.num_blocks // blocks, limits.max_num_seqs)
+    return f"{most} tokens; room for {_few(count, 'request')} of that length at once"
+
+
 def _capacity(
     model: LoadedModel,
     limits: Limits,
@@ -302,30 +332,20 @@ def _capacity(
     else:
         compute = runner.compute if isinstance(runner, TritonRunner) else "torch kernels"
         threads, origin = torch.get_num_threads(), None
-    weights = f"{runner.weight_bytes / 2**20:.0f} MiB, " + ("in memory" if origin is None else f"mapped from {origin}")
+    weights = f"{_size(runner.weight_bytes)}, " + ("in memory" if origin is None else f"mapped from {origin}")
     tokens = limits.num_blocks * limits.block_size
-    gap, cost = capture["gap"], f"{capture['bytes'] / 2**20:.1f} MiB, recorded in {capture['seconds']:.1f} s"
-    graphs = (
-        f"{len(limits.captures)} shapes, {cost}; the widest {capture['ceiling']} blocks, bound by {capture['bound_by']}"
-    )
-    graphs += "; every decode step replays" if gap is None else f"; {gap}"
-    if not limits.persistent_batch:
-        graphs += "; without the persistent batch, scattered rows run eagerly"
     return [
         ("model", f"{model.name} ({model.config.family}, {model.weight_types})"),
-        ("device", f"{device}, {str(dtype).removeprefix('torch.')}, {threads} threads"),
+        ("device", f"{device}, {str(dtype).removeprefix('torch.')}, {_few(threads, 'thread')}"),
         ("compute", compute),
         ("weights", weights),
         (
             "KV cache",
-            f"{limits.num_blocks} blocks x {limits.block_size} = {tokens} tokens, {runner.kv_bytes / 2**20:.0f} MiB",
+            f"{_few(limits.num_blocks, 'block')} x {limits.block_size} = {_few(tokens, 'token')}, {_size(runner.kv_bytes)}",
         ),
-        (
-            "context",
-            f"{limits.max_model_len} tokens; {tokens / limits.max_model_len:.1f} requests of that length at once",
-        ),
+        ("context", _context(limits)),
         ("prefix cache", "on" if limits.prefix_cache else "off"),
-        ("batch", f"{limits.max_num_seqs} rows, {limits.max_num_batched_tokens} tokens an iteration"),
-        ("recorded graphs", graphs),
+        ("batch", f"{_few(limits.max_num_seqs, 'row')}, {_few(limits.max_num_batched_tokens, 'token')} an iteration"),
+        ("recorded graphs", _graphs(limits, capture)),
         ("byte identity", runner.probe_summary),
     ]

@@ -14,10 +14,12 @@ from engine import build
 from engine.build import assemble, resolve_device, resolve_dtype, settle
 from engine.compute.kv import kv_bytes_per_block
 from engine.config import ConfigError, EngineConfig
+from engine.control.door import most_tokens
 from engine.control.limits import Limits
 from engine.engine import Engine
 from engine.loading.model import LoadError
 from engine.loading.synthetic import synthetic_model
+from engine.request import InvalidRequest, SamplingParams
 
 BOUNDS = {
     "block_size": (1, 256),
@@ -149,6 +151,37 @@ def test_from_config_judges_the_device_before_it_loads(monkeypatch: pytest.Monke
         Engine.from_config(EngineConfig(model=str(tmp_path), device="cuda"))
     with pytest.raises(LoadError, match=re.escape(str(tmp_path))):
         Engine.from_config(EngineConfig(model=str(tmp_path), device="cpu"))
+
+
+@pytest.mark.parametrize(
+    ("blocks", "rows", "told"),
+    [
+        (3, 2, "512 tokens, but a request has at most 49: the KV cache holds no more"),
+        (31, 2, "512 tokens, but a request has at most 497: the KV cache holds no more"),
+        (32, 2, "512 tokens; room for 1 request of that length at once"),
+        (95, 4, "512 tokens; room for 2 requests of that length at once"),
+        (400, 4, "512 tokens; room for 4 requests of that length at once"),
+    ],
+)
+def test_capacity_says_how_many_of_the_longest_fit(blocks: int, rows: int, told: str) -> None:
+    """And it is true: so many of that length run together without a preemption, and one token more is refused."""
+    config = EngineConfig(device="cpu", num_kv_blocks=blocks, max_num_seqs=rows, compute="torch", enforce_eager=True)
+    engine = assemble(config, synthetic_model())
+    shown = dict(engine.capacity())
+    assert shown["context"] == told
+    assert not re.search(r"\b(0(\.0)? (MiB|KiB|requests)|1 [a-z]+s)\b", " ".join([*shown.values()][:-1]))
+    assert shown["recorded graphs"] == "none (enforce_eager): every decode step runs eagerly"
+    length = most_tokens(engine.limits, 0)
+    with pytest.raises(InvalidRequest):
+        engine.check((5,) * (length - 1), SamplingParams(max_tokens=2))
+    count = int(found[1]) if (found := re.search(r"room for (\d+)", told)) else 1
+    prompts = [tuple(range(at, at + length - 1)) for at in range(count)]
+    for prompt in prompts:
+        engine.submit(prompt, SamplingParams(max_tokens=1, temperature=0))
+    ended = 0
+    while engine.has_work:
+        ended += sum(end.reason == "length" for end in engine.step().finished)
+    assert (ended, engine.counters.preemptions) == (count, 0)
 
 
 def test_capacity_says_what_was_settled() -> None:
