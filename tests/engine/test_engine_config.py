@@ -175,13 +175,14 @@ def test_capacity_says_how_many_of_the_longest_fit(blocks: int, rows: int, told:
     with pytest.raises(InvalidRequest):
         engine.check((5,) * (length - 1), SamplingParams(max_tokens=2))
     count = int(found[1]) if (found := re.search(r"room for (\d+)", told)) else 1
-    prompts = [tuple(range(at, at + length - 1)) for at in range(count)]
-    for prompt in prompts:
-        engine.submit(prompt, SamplingParams(max_tokens=1, temperature=0))
-    ended = 0
+    for first in range(count):
+        prompt = (first, *[5] * (length - 9))
+        engine.submit(prompt, SamplingParams(max_tokens=8, temperature=0, ignore_eos=True))
+    ended = together = 0
     while engine.has_work:
         ended += sum(end.reason == "length" for end in engine.step().finished)
-    assert (ended, engine.counters.preemptions) == (count, 0)
+        together = max(together, len(engine.scheduler.running))
+    assert (ended, together, engine.counters.preemptions) == (count, count, 0)
 
 
 def test_capacity_says_what_was_settled() -> None:
