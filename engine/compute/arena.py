@@ -3,15 +3,21 @@
     measure   the largest steps are walked through once without computing; ``take`` notes what they ask for
     allocate  each name gets one flat buffer of the largest size
     take      a contiguous tensor at the front of that buffer; the same address for every shape
+    pack      several, one behind the other
 
-Since a step uses a buffer only between two of its own kernels, shapes can share it; only one step runs at a time.
+Since a step uses a buffer only between two of its own kernels, shapes can share it; only one step runs at a time. So can
+tensors of one step, under one name, where the first is read for the last time before the next is written.
 """
 
 from __future__ import annotations
 
+import itertools
 import math
+from collections.abc import Sequence
 
 import torch
+
+ALIGNMENT = 16  # elements: tensors that are packed begin at a cache line, as the buffer itself does
 
 
 class Arena:
@@ -33,6 +39,15 @@ class Arena:
         if numel > buffer.numel():
             raise RuntimeError(f"buffer {name!r} holds {buffer.numel()} elements, but {shape} needs {numel}")
         return buffer[:numel].view(shape)
+
+    def pack(self, name: str, *shapes: Sequence[int]) -> list[torch.Tensor]:
+        """Tensors of these shapes in fp32 that do not overlap, from the front of one buffer. See ``take``."""
+        sizes = [-(-math.prod(shape) // ALIGNMENT) * ALIGNMENT for shape in shapes]
+        whole = self.take(name, sum(sizes))
+        starts = itertools.accumulate(sizes, initial=0)
+        return [
+            whole[start : start + math.prod(shape)].view(*shape) for start, shape in zip(starts, shapes, strict=False)
+        ]
 
     def allocate(self) -> None:
         """Ends measuring. Pages are touched only when used, so a size that never occurs costs nothing on CPU."""

@@ -40,6 +40,13 @@ Attend = Callable[[Do, Tensor, int | None], None]  # do, one layer of the pool, 
 
 @attrs.frozen(eq=False)
 class _Buffers:
+    """What passes between the kernels of a layer. Two places are used by several, each when the one before was read:
+
+    wide     qkv | attended | delta      gate up            . . . . | delta      in the end the logits of a prefill
+    narrow   normed                      normed, activated
+             attention                   MLP                next layer
+    """
+
     hidden: Tensor
     normed: Tensor
     qkv: Tensor
@@ -68,7 +75,7 @@ class NativeNetwork:
         self._measure(sizes)
         self.arena.allocate()
         self.draw = NativeDraw(
-            self._kernels, sizes.rows, self.vocab_size, self._head_buffers(1, "logits")[1], self._peaks
+            self._kernels, sizes.rows, self.vocab_size, self.arena.take("logits", 1, self.vocab_size), self._peaks
         )
 
     def decode(self, do: Do, step: Tokens, tables: Tensor) -> Tensor:
@@ -76,7 +83,8 @@ class NativeNetwork:
         return _together(do, lambda do: self._decode(do, step, tables))
 
     def prefill(self, do: Do, step: Tokens, spans: Sequence[Span], sampling: Tensor | None) -> Tensor | None:
-        """Runs of positions of several requests at once; logits [m, vocab] of the tokens ``sampling`` [m]."""
+        """Runs of positions of several requests at once; logits [m, vocab] of the tokens ``sampling`` [m], valid until the
+        next step of either kind."""
         return _together(do, lambda do: self._prefill(do, step, spans, sampling))
 
     def _decode(self, do: Do, step: Tokens, tables: Tensor) -> Tensor:
@@ -89,7 +97,7 @@ class NativeNetwork:
 
         self._layers(do, step, buffers, attend)
         rows = len(buffers.hidden)
-        normed, logits = self._head_buffers(rows, "logits")
+        normed, logits = self._head_normed(rows), self.arena.take("logits", rows, self.vocab_size)
         norm = (self._weights.final_norm, self._config.rms_norm_eps, buffers.hidden, buffers.delta, None, normed)
         do(self._kernels.norm, *norm)
         do(self._kernels.head, self._weights.head, normed, logits, self._peaks(rows))
@@ -107,7 +115,7 @@ class NativeNetwork:
         self._layers(do, step, buffers, attend)
         if sampling is None:
             return None
-        normed, logits = self._head_buffers(len(sampling), "prefill logits")
+        normed, (logits,) = self._head_normed(len(sampling)), self.arena.pack("wide", (len(sampling), self.vocab_size))
         norm = (self._weights.final_norm, self._config.rms_norm_eps, buffers.hidden, buffers.delta, sampling, normed)
         do(self._kernels.norm, *norm)
         do(self._kernels.linear, self._weights.head, None, normed, logits)
@@ -164,24 +172,20 @@ class NativeNetwork:
         take = self.arena.take
         return take("activations in int8", rows, k, dtype=torch.int8), take("their scales", rows, 2 * k // GROUP)
 
-    def _head_buffers(self, rows: int, name: str) -> tuple[Tensor, Tensor]:
-        take, config = self.arena.take, self._config
-        return take("head normed", rows, config.hidden_size), take(name, rows, config.vocab_size)
+    def _head_normed(self, rows: int) -> Tensor:
+        return self.arena.take("head normed", rows, self._config.hidden_size)
 
     def _peaks(self, rows: int) -> Tensor:
         return self.arena.take("head peaks", rows, panels_of(self._config.vocab_size))
 
     def _buffers(self, n: int) -> _Buffers:
-        config, take = self._config, self.arena.take
-        return _Buffers(
-            hidden=take("hidden", n, config.hidden_size),
-            normed=take("normed", n, config.hidden_size),
-            qkv=take("qkv", n, self._heads.width),
-            attended=take("attended", n, config.num_heads * config.head_dim),
-            delta=take("delta", n, config.hidden_size),
-            gate_up=take("gate up", n, 2 * config.intermediate_size),
-            activated=take("activated", n, config.intermediate_size),
-        )
+        config, pack = self._config, self.arena.pack
+        hidden, inner = (n, config.hidden_size), config.intermediate_size
+        heads = (n, config.num_heads * config.head_dim)
+        qkv, attended, delta = pack("wide", (n, self._heads.width), heads, hidden)
+        (gate_up,) = pack("wide", (n, 2 * inner))
+        (normed,), (activated,) = pack("narrow", hidden), pack("narrow", (n, inner))
+        return _Buffers(self.arena.take("hidden", *hidden), normed, qkv, attended, delta, gate_up, activated)
 
     def _measure(self, sizes: Sizes) -> None:
         """Walks through the largest steps without computing, so that the arena knows their sizes."""
