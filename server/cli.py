@@ -32,7 +32,8 @@ _HELP = (
     "Every option is also an environment variable (--max-num-seqs is LOCKSTEP_MAX_NUM_SEQS) and a key of the TOML file "
     "that --config names; a flag beats the variable, the variable beats the file. One request may ask for "
     f"{MAX_CHOICES} answers, {MAX_LOGPROBS} logprobs and {MAX_STOP_STRINGS} stop strings of {MAX_STOP_CHARS} characters. "
-    "Each command has a --help of its own."
+    "Each command has a --help of its own. Exit status: 0 after a clean end, 2 for a wrong setting or model, 3 when the engine "
+    "died."
 )
 _COMMANDS = {"bench": "Measures a server.", "graphbench": "Compares recorded graphs with eager steps."}
 _OTHER_VARIABLES = frozenset({"LOCKSTEP_PROFILE", "LOCKSTEP_SAMPLE", "LOCKSTEP_TILES"})  # of harness, tests, kernels

@@ -40,7 +40,8 @@ class Options:
         ),
     ] = None
     served_model_name: Annotated[
-        tuple[str, ...], _flag(_MODEL, "A name that requests may use for the model; may be given several times.")
+        tuple[str, ...],
+        _flag(_MODEL, "A name that requests may use for the model; may be given several times.", show_default=False),
     ] = ()
     device: Annotated[str, _flag(_MODEL, "auto, cpu or cuda.")] = "auto"
     dtype: Annotated[str, _flag(_MODEL, "auto, float32, bfloat16 or float16.")] = "auto"
@@ -130,7 +131,9 @@ class Options:
     api_key: Annotated[
         tuple[str, ...],
         _flag(
-            _HTTP, "A key that requests must bring; may be given several times. LOCKSTEP_API_KEY keeps it out of ps."
+            _HTTP,
+            "A key that requests must bring; may be given several times. LOCKSTEP_API_KEY keeps it out of ps.",
+            show_default=False,
         ),
     ] = ()
     api_key_file: Annotated[
@@ -142,7 +145,11 @@ class Options:
     ] = None
     cors_origin: Annotated[
         tuple[str, ...],
-        _flag(_HTTP, "An origin whose pages may call this server, as https://example.org; may be given several times."),
+        _flag(
+            _HTTP,
+            "An origin whose pages may call this server, as https://example.org; may be given several times.",
+            show_default=False,
+        ),
     ] = ()
     allowed_hosts: Annotated[
         tuple[str, ...],
@@ -150,6 +157,7 @@ class Options:
             _HTTP,
             "Names that requests may call this server by (the Host header), as example.org or *.example.org; * is any. By "
             "default any, and on a loopback address localhost, 127.0.0.1 and [::1] alone.",
+            show_default=False,
             consume_multiple=True,
         ),
     ] = ()

@@ -90,6 +90,13 @@ def test_one_sentence_and_exit_2(capsys: pytest.CaptureFixture[str], arguments: 
         assert re.search(word.replace(".", r"\."), err), err
 
 
+def test_help_speaks_no_python(capsys: pytest.CaptureFixture[str]) -> None:
+    status, out, _ = in_process(capsys, "--help")
+    assert status == 0
+    assert not {"()", "None", "tuple", "auto]]"} & set(out.replace("[default: ", " ").replace("]", " ").split())
+    assert "Exit status: 0 " in " ".join(out.split())
+
+
 def test_help_lists_the_commands(capsys: pytest.CaptureFixture[str]) -> None:
     assert {"bench", "graphbench"} <= set(in_process(capsys, "--help")[1].split())
 
