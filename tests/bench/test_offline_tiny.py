@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import io
+import itertools
 import json
+from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import attrs
 import numpy as np
@@ -15,10 +18,12 @@ from engine import Engine
 from engine.config import EngineConfig
 from engine.loading import load_model
 from engine.loading.synthetic import synthetic_config
+from engine.native.runner import library
 from server.bench.cli import main
 from server.bench.offline import drive_own, limits, models, quality, report, shares, steps
 from server.bench.offline.drive import Request
 from server.bench.offline.drive_ctranslate2 import read_safetensors
+from server.bench.offline.limits import Limits
 from tests.models import write_gguf
 
 SHAPE = {"hidden_size": 64, "intermediate_size": 96, "vocab_size": 2048}
@@ -161,9 +166,55 @@ def test_a_share_above_the_limit_is_flagged() -> None:
         assert ("(!) more than the limit" in told.getvalue()) == flagged
 
 
-def test_the_machine_has_limits() -> None:
-    found = limits.measure_limits(1, [1_000_000])
+def test_the_machine_has_limits(tmp_path: Path) -> None:
+    found = limits.measure_limits(limits.compiled(tmp_path), 1, [1_000_000])
     assert found.gflop_s > 0
     assert found.read(900_000) > 0
-    both = limits.Limits(1, 5.0, {8: 1.0, 9: 4.0}).best(limits.Limits(1, 4.0, {8: 2.0, 9: 3.0}))
-    assert both == limits.Limits(1, 5.0, {8: 2.0, 9: 4.0})
+    assert (found.tile_gflop_s > 0) == library().tiles
+
+
+def test_of_several_readings_the_fastest_is_the_limit() -> None:
+    """Whatever disturbs one of them; and a size may be read as fast as any larger one."""
+    calm, busy = limits.Limits(1, 5.0, {8: 1.0, 9: 4.0}, 7.0), limits.Limits(1, 4.0, {8: 2.0, 10: 3.0}, 8.0)
+    assert limits.best_of([calm, busy]) == limits.best_of([busy, calm, busy])
+    both = limits.best_of([calm, busy])
+    assert both == limits.Limits(1, 5.0, {8: 2.0, 9: 4.0, 10: 3.0}, 8.0)
+    assert [both.read(size) for size in (7, 8, 9, 10, 11, 2**40)] == [4.0, 4.0, 4.0, 3.0, 3.0, 3.0]
+    assert both.multiply(tiles=False) == both.multiply(tiles=True) == 5.0
+    assert limits.Limits(1, 5.0, {}, 60.0).multiply(tiles=True) == 20.0, "three products of bf16 make one of fp32"
+
+
+def test_limits_are_read_around_the_steps(engine: Engine, tiny: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What the process that steps says, in its order; the chooser sees all readings, wherever they stand."""
+    config = attrs.asdict(engine.model.config)
+    head = {"weight_bytes": 1_000_000, "kv_bytes_per_token": 128.0, "config": config, "on_tiles": False}
+    rates = itertools.cycle([10.0, 30.0, 20.0])
+
+    def told(settings: object, *, decode: object, limits: Path) -> Iterator[dict[str, Any]]:
+        assert limits.exists()
+        yield json.loads(json.dumps(head))
+        for _ in range(2):
+            yield json.loads(json.dumps({"limits": attrs.asdict(Limits(1, 9.0, {1_000_000: next(rates)}))}))
+            yield {"decode": attrs.asdict(steps.StepTime(1, 10, 1.001280e6 / 25e9, 0.0, 0.0))}
+        yield json.loads(json.dumps({"limits": attrs.asdict(Limits(1, 8.0, {1_000_000: next(rates)}))}))
+
+    monkeypatch.setattr(shares, "measured", told)
+    machine, found = shares.shares(models.files_of(tiny, tiny.parent), 1, lambda text: None)
+    assert machine == Limits(1, 9.0, {1_000_000: 30.0})
+    assert not any(share.impossible for share in found)
+    monkeypatch.setattr(shares, "best_of", lambda readings: list(readings)[-1])  # one reading only, as it once was
+    machine, found = shares.shares(models.files_of(tiny, tiny.parent), 1, lambda text: None)
+    assert machine.read(10) == 20.0
+    assert all(share.impossible == (1,) for share in found)
+
+
+def test_steps_tell_limits_before_and_after_each_point(tiny: Path, tmp_path: Path) -> None:
+    program = tmp_path / "limits"
+    program.write_text('#!/bin/sh\necho "{\\"gflop_s\\": $1, \\"tile_gflop_s\\": 0, \\"read_gb_s\\": [$2]}"\n')
+    program.chmod(0o755)
+    settings = {"model": str(tiny), "threads": 1, "compute": "native"}
+    lines = list(shares.measured(settings, decode=[(1, 24, 4), (2, 24, 4)], limits=program))
+    assert [next(iter(line)) for line in lines] == ["weight_bytes", *["limits", "decode"] * 2, "limits"]
+    assert lines[0]["on_tiles"] == library().tiles
+    size = lines[0]["weight_bytes"]
+    assert shares.limits_of(lines[1]["limits"]) == Limits(1, 1.0, {size: float(size)})

@@ -63,9 +63,9 @@ def show_goals(console: Console, rows: Sequence[table.Row]) -> None:
 
 
 def show_shares(console: Console, limits: Limits, shares: Sequence[Share]) -> None:
-    title = (
-        f"decode step, share of the limit: {limits.gflop_s:.0f} GFLOP/s on {limits.threads} threads, reads as listed"
-    )
+    on_tiles = f" ({limits.multiply(tiles=True):.0f} on matrix tiles)" if limits.tile_gflop_s else ""
+    machine = f"{limits.gflop_s:.0f} GFLOP/s{on_tiles} on {limits.threads} threads, reads as listed"
+    title = f"decode step, share of the limit: {machine}"
     found = Table(title=title, box=box.SIMPLE_HEAD)
     rows = sorted(shares[0].times)
     headings = ["weights", "MB", "read GB/s", *(f"{n} rows, ms" for n in rows), *(f"{n} rows, share" for n in rows)]
@@ -79,6 +79,7 @@ def show_shares(console: Console, limits: Limits, shares: Sequence[Share]) -> No
     console.print(found)
     console.print("share at 1 row: of reading memory; at more rows: of multiplying")
     console.print("read GB/s: of as many MB over and over, so from the last cache where they fit")
+    console.print("limits: the fastest reading of several ways, before and after each measurement of steps")
     if any(share.impossible for share in shares):
         console.print(
             "(!) more than the limit: the machine was disturbed while the limit was measured, so measure again"
