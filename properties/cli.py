@@ -7,9 +7,11 @@ told in one sentence. 130 or 143: ended by Ctrl-C or SIGTERM, and so are its wor
 from __future__ import annotations
 
 import argparse
+import difflib
 import os
+import re
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import NoReturn
 
@@ -35,13 +37,22 @@ _EXITS = "Exit status: 0 holds, 1 violated, 2 usage error. Iterations count from
 
 
 class Parser(argparse.ArgumentParser):
+    commands: Mapping[str, Parser] = {}
+
     def error(self, message: str) -> NoReturn:
         print(f"{self.prog}: {message}", file=sys.stderr)
         raise SystemExit(USAGE)
 
 
 def main(arguments: list[str] | None = None) -> int:
-    options = parser().parse_args(arguments)
+    given = sys.argv[1:] if arguments is None else arguments
+    top = parser()
+    if not given:
+        print(_listed(top.commands), file=sys.stderr)
+        return USAGE
+    if given[0] not in (*top.commands, "-h", "--help"):
+        return _refuse(_no_command(given[0], top.commands))
+    options = top.parse_args(given)
     try:
         return int(options.run(options))
     except (FormatError, Faded, Misuse, NoSubject, Unavailable) as error:
@@ -61,6 +72,20 @@ def _refuse(message: str) -> int:
     return USAGE
 
 
+def _listed(commands: Mapping[str, Parser]) -> str:
+    """One line for each command: what it does, as far as its first clause."""
+    lines = [f"  {name:13} {re.split('[;:.]', command.description or '')[0]}" for name, command in commands.items()]
+    return "\n".join(
+        ["python -m properties needs a command; each has a --help of its own, with an example:", "", *lines, "", _EXITS]
+    )
+
+
+def _no_command(word: str, commands: Mapping[str, Parser]) -> str:
+    near = difflib.get_close_matches(word.lower(), commands, 1)
+    perhaps = f" (did you mean {near[0]!r}?)" if near else ""
+    return f"{word[:40]!r} is no command; the commands are {', '.join(commands)}{perhaps}"
+
+
 def parser() -> Parser:
     top = Parser(
         prog="python -m properties",
@@ -72,6 +97,7 @@ def parser() -> Parser:
     _files(names)
     _searches(names)
     _experiments(names)
+    top.commands = names.choices
     return top
 
 

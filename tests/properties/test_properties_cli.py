@@ -133,8 +133,9 @@ def test_matrix_of_one_fault(capsys: pytest.CaptureFixture[str]) -> None:
         ("coverage --rows 4 --requests 2 --lengths 4 --budget 3", "shape.budget .*is 3, but must be an integer in 4.."),
         ("soak --prompts 4 --max-tokens 4 --rows 1 --blocks 2 --block-size 4 --watermark 2", "shape.watermark is 2"),
         ("hunt --minutes 0", "argument --minutes: '0' is not a length of time"),
-        ("dance", "invalid choice: 'dance'"),
-        ("", "the following arguments are required: COMMAND"),
+        ("dance", "'dance' is no command; the commands are replay, show, "),
+        ("replya x", "'replya' is no command; .*did you mean 'replay'?"),
+        ("--nope", "'--nope' is no command; the commands are replay, show, "),
     ],
 )
 def test_a_usage_error_is_one_sentence(
@@ -146,6 +147,17 @@ def test_a_usage_error_is_one_sentence(
     assert (status, out) == (2, "")
     assert err.count("\n") == 1
     assert re.search(message, err)
+
+
+def test_without_a_command_they_are_listed_one_a_line(capsys: pytest.CaptureFixture[str]) -> None:
+    status, out, err = call(capsys, "")
+    assert (status, out) == (2, "")
+    lines = [line for line in err.splitlines() if line.startswith("  ")]
+    assert {"replay", "show", "shrink", "hunt", "matrix", "faults", "laws", "scope"} <= {
+        line.split()[0] for line in lines
+    }
+    assert len(lines) == 12
+    assert all(len(line) <= 120 and len(line.split()) > 3 for line in lines)
 
 
 def test_a_rung_that_this_machine_cannot_run_is_a_usage_error(
