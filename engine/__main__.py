@@ -1,11 +1,18 @@
-"""``python -m engine "prompt"``: one answer, streamed to the terminal. Imports torch only when it is about to answer."""
+"""``python -m engine "prompt"``: one answer, streamed to the terminal. Imports torch only when it is about to answer.
+
+Exit status: 0 an answer, 2 a wrong option, setting or model, told in one sentence; 130 Ctrl-C, 141 the reader has left.
+"""
 
 from __future__ import annotations
 
+import inspect
 import os
 import sys
+from collections.abc import Sequence
+from difflib import get_close_matches
 from typing import Annotated
 
+import cyclopts
 from cyclopts import App, Parameter
 
 from engine import __version__
@@ -15,14 +22,42 @@ app = App(
     help="Answers one prompt and streams the answer to the terminal. Without --model, the small model that is installed "
     "beside the engine answers, offline.",
     version=__version__,
+    usage='Usage: python -m engine [OPTIONS] "PROMPT"',
+    result_action="return_value",
 )
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    given = sys.argv[1:] if arguments is None else list(arguments)
+    try:
+        status = app(given, print_error=False, exit_on_error=False)
+    except cyclopts.UnusedCliTokensError as error:
+        words = " ".join(error.unused_tokens or [])
+        return _refuse(f"{words[:64]!r} is left over: one prompt is answered, so quote it if it has spaces")
+    except cyclopts.ValidationError as error:
+        return _refuse(error.exception_message)
+    except cyclopts.MissingArgumentError as error:
+        if error.argument is not None and error.argument.name == "PROMPT":
+            return _refuse('there is no prompt: give one, as in python -m engine "Hello", or - for standard input')
+        return _refuse(str(error))
+    except cyclopts.CycloptsError as error:
+        return _refuse(str(error))
+    return status if isinstance(status, int) else 0  # --help and --version return nothing
+
+
+def _refuse(sentence: str) -> int:
+    print(f"error: {' '.join(sentence.split())}", file=sys.stderr)
+    return 2
 
 
 def _not_an_option(_: object, prompt: str) -> None:
     """A lone hyphen may stand for standard input; anything longer with one in front is a misspelt option."""
     if prompt.startswith("-") and prompt != "-":
+        options = [f"--{name.replace('_', '-')}" for name in inspect.signature(answer).parameters if name != "prompt"]
+        near = get_close_matches(prompt.partition("=")[0], options, 1)
         raise ValueError(
-            f"unknown option {prompt}; a prompt that begins with a hyphen is read with - from standard input"
+            f"unknown option {prompt[:64]}{f'; did you mean {near[0]}?' if near else ';'} a prompt that begins with a hyphen is "
+            "read with - from standard input"
         )
 
 
@@ -125,4 +160,4 @@ def _answer(
 
 
 if __name__ == "__main__":
-    sys.exit(app(result_action="return_value"))
+    sys.exit(main())

@@ -68,16 +68,22 @@ def test_help_and_version() -> None:
 @pytest.mark.parametrize(
     ("arguments", "word"),
     [
-        (["hello", "--nope"], "--nope"),
+        (["hello", "--nope"], "Unknown option: --nope."),
+        (["hello", "--max-tokns", "3"], "Did you mean --max-tokens?"),
+        (["--nope"], "unknown option --nope;"),
+        (["--max-tokns=3"], "unknown option --max-tokns=3; did you mean --max-tokens? a prompt that begins"),
         (["hello", "--max-tokens", "many"], "--max-tokens"),
-        (["hello", "more"], "more"),
-        ([], "PROMPT"),
+        (["hello", "--seed"], "--seed"),
+        (["hello", "there", "all"], "'there all' is left over: one prompt is answered, so quote it"),
+        ([], "there is no prompt: give one"),
     ],
 )
 def test_a_wrong_command_line_is_exit_2(arguments: list[str], word: str) -> None:
     status, out, err = run(*arguments)
     assert (status, out) == (2, "")
-    assert word.lower() in err.lower()
+    assert err.startswith("error: ")
+    assert err.count("\n") == 1
+    assert word in err
     assert "Traceback" not in err
 
 
