@@ -16,9 +16,10 @@ from __future__ import annotations
 import itertools
 import mmap
 import struct
-from collections.abc import Mapping
+from array import array
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, overload
 
 import attrs
 import numpy as np
@@ -58,6 +59,36 @@ class GGUFHeader:
     path: Path
     metadata: dict[str, Any]
     tensors: dict[str, TensorInfo]
+
+
+class Strings(Sequence[str]):
+    """An array of strings in the bytes of the file, each decoded when it is asked for.
+
+    A vocabulary and its merges are a hundred thousand strings that nobody needs once there is a tokenizer. As Python objects they
+    would leave holes behind, between what was made while they lived, which the interpreter does not give back.
+    """
+
+    def __init__(self, raw: bytes, ends: Sequence[int]) -> None:
+        self._raw, self._ends = raw, ends  # of each string; its length stands before it
+
+    def __len__(self) -> int:
+        return len(self._ends)
+
+    @overload
+    def __getitem__(self, index: int) -> str: ...
+    @overload
+    def __getitem__(self, index: slice) -> list[str]: ...
+    def __getitem__(self, index: int | slice) -> str | list[str]:
+        if isinstance(index, slice):
+            return list(self)[index]
+        index = range(len(self))[index]
+        return self._raw[(self._ends[index - 1] if index else 0) + 8 : self._ends[index]].decode()
+
+    def __iter__(self) -> Iterator[str]:
+        raw, start = self._raw, 8
+        for end in self._ends:
+            yield raw[start:end].decode()
+            start = end + 8
 
 
 class _Cursor:
@@ -111,23 +142,24 @@ class _Cursor:
             return self.strings(count, what)
         return [self.value(item, what, depth + 1) for _ in range(count)]
 
-    def strings(self, count: int, what: str) -> list[str]:
-        """``string`` a hundred thousand times, without its calls."""
-        data, at, size, unpack = self.data, self.at, self.size, _U64.unpack_from
-        result: list[str] = []
+    def strings(self, count: int, what: str) -> Strings:
+        """``string`` a hundred thousand times, without its calls; what is read is checked here and kept as it is."""
+        data, first, size, unpack = self.data, self.at, self.size, _U64.unpack_from
+        at, ends = first, array("q")
         try:
             for _ in range(count):
                 end = at + 8 + unpack(data, at)[0]
                 if end > size:
                     self.at = at
-                    raise self.fail(f"item {len(result)} of {what} ends after the file; is it truncated?")
-                result.append(data[at + 8 : end].decode())
+                    raise self.fail(f"item {len(ends)} of {what} ends after the file; is it truncated?")
+                data[at + 8 : end].decode()
+                ends.append(end - first)
                 at = end
         except (struct.error, UnicodeDecodeError) as error:
             self.at = at
-            raise self.fail(f"item {len(result)} of {what} is broken: {error}") from None
+            raise self.fail(f"item {len(ends)} of {what} is broken: {error}") from None
         self.at = at
-        return result
+        return Strings(data[first:at], ends)
 
 
 def read_header(path: Path, block_sizes: Mapping[int, tuple[int, int]]) -> GGUFHeader:

@@ -8,13 +8,14 @@ whole, which gives the same order.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import numpy as np
 import tokenizers
 from tokenizers import AddedToken, Regex, decoders, models, normalizers, pre_tokenizers, processors
 
+from engine.loading.gguf_header import Strings
 from engine.loading.model import LoadError
 from engine.loading.template import ChatTemplate
 from engine.loading.tokenizer import Tokenizer
@@ -46,7 +47,7 @@ _END_OF_TURN = ("<|eot_id|>", "<|im_end|>", "<|end|>", "<end_of_turn>")
 
 def gguf_tokenizer(metadata: Mapping[str, Any], vocab_size: int, where: str) -> Tokenizer:
     """The tokenizer that ``metadata`` describes. Raises ``LoadError`` naming the key that is missing or unknown."""
-    tokens = _strings(metadata, "tokens", where)
+    tokens = list(_strings(metadata, "tokens", where))
     if len(tokens) > vocab_size:
         raise LoadError(f"{where}: {len(tokens)} tokens, but the embedding has {vocab_size} rows")
     types = [1] * len(tokens)
@@ -98,11 +99,11 @@ def _is_template(key: str, prefix: str) -> bool:
     return key == prefix or key.startswith(prefix + ".")
 
 
-def _strings(metadata: Mapping[str, Any], name: str, where: str) -> list[str]:
+def _strings(metadata: Mapping[str, Any], name: str, where: str) -> Sequence[str]:
     value = metadata.get(f"tokenizer.ggml.{name}")
-    if not isinstance(value, list) or not all(isinstance(item, str) for item in value):
-        raise LoadError(f"{where}: tokenizer.ggml.{name} is missing or not a list of strings")
-    return value
+    if isinstance(value, Strings) or (isinstance(value, list) and all(isinstance(item, str) for item in value)):
+        return value
+    raise LoadError(f"{where}: tokenizer.ggml.{name} is missing or not a list of strings")
 
 
 def _numbers(metadata: Mapping[str, Any], name: str, count: int, where: str) -> list[float]:
@@ -124,6 +125,26 @@ def _vocabulary(tokens: Sequence[str], types: Sequence[int], where: str) -> dict
     return vocab
 
 
+class _Merges(Sequence[tuple[str, str]]):
+    """The two halves of each line, made when the library comes to it (see ``Strings``)."""
+
+    def __init__(self, lines: Sequence[str], where: str) -> None:
+        self._lines, self._where = lines, where
+
+    def __len__(self) -> int:
+        return len(self._lines)
+
+    def __getitem__(self, index: Any) -> Any:
+        return list(self)[index]
+
+    def __iter__(self) -> Iterator[tuple[str, str]]:
+        for i, line in enumerate(self._lines):
+            space = line.find(" ", 1)
+            if space < 0:
+                raise LoadError(f"{self._where}: merge {i} is {line!r}, without a space between its two halves")
+            yield line[:space], line[space + 1 :]
+
+
 def _byte_level(
     metadata: Mapping[str, Any], tokens: Sequence[str], types: Sequence[int], where: str
 ) -> tuple[tokenizers.Tokenizer, bool]:
@@ -132,14 +153,15 @@ def _byte_level(
     if rule not in _SPLITS:
         known = ", ".join(sorted({*_SPLITS, *_ALIASES}))
         raise LoadError(f"{where}: tokenizer.ggml.pre is {pre!r}, but must be one of {known}")
-    merges = []
-    for i, line in enumerate(_strings(metadata, "merges", where)):
-        space = line.find(" ", 1)
-        if space < 0:
-            raise LoadError(f"{where}: merge {i} is {line!r}, without a space between its two halves")
-        merges.append((line[:space], line[space + 1 :]))
+    merges: Any = _Merges(_strings(metadata, "merges", where), where)
     vocab = _vocabulary(tokens, types, where)
-    backend = tokenizers.Tokenizer(models.BPE(vocab=vocab, merges=merges, ignore_merges=rule == "llama3"))
+    try:
+        model = models.BPE(vocab=vocab, merges=merges, ignore_merges=rule == "llama3")
+    except Exception:
+        for _ in merges:  # raises what was wrong with a line, which the library does not hand on as it was
+            pass
+        raise
+    backend = tokenizers.Tokenizer(model)
     if rule == "qwen2":
         backend.normalizer = normalizers.NFC()
     steps: list[Any] = [pre_tokenizers.Split(Regex(split), "isolated") for split in _SPLITS[rule]]
