@@ -21,6 +21,7 @@ from properties.hunt import Hunted, hunt, numbered
 from properties.lockstep import run
 from properties.options import Misuse, judge_outputs
 from properties.pictures import draw
+from properties.plural import several
 from properties.recording import compare
 from properties.report import LEGEND, report, timeline
 from properties.rungs import RUNGS
@@ -42,7 +43,8 @@ def replay(options: Options) -> int:
     if options.json:
         _print_json({"holds": found is None, "iterations": len(outcome.steps), **_finding(found), **written})
     elif found is None:
-        print(f"holds: {len(outcome.steps)} iterations, {len(outcome.callers)} accepted requests")
+        requests = several(len(outcome.callers), "accepted request")
+        print(f"holds: {several(len(outcome.steps), 'iteration')}, {requests}")
         if workload.digests:
             print(f"{_met(len(outcome.steps), len(workload.digests))} decided as when they were recorded")
     else:
@@ -86,7 +88,8 @@ def shrink_file(options: Options) -> int:
     assert found is not None
     path = options.output or options.found / f"{options.file.stem}-shrunk.json"
     divergence = keep(small, outcome, found, path, by={"by": "shrink"}, trial=trial)
-    summary = f"{len(workload.events)} events became {len(small.events)} after {tries} tries: {path}"
+    before, after = several(len(workload.events), "event"), len(small.events)
+    summary = f"{before} became {after} after {several(tries, 'try', 'tries')}: {path}"
     payload = {"holds": False, "file": str(path), "tries": tries, "events": len(small.events), **_finding(found)}
     _say(options, payload, f"{divergence}\n{summary}")
     return VIOLATED
@@ -212,17 +215,23 @@ def hunt_command(options: Options) -> int:
             print(f"{divergence}\n")
     # a run that stopped early did not reach all that it would have: after a failure no floor is judged
     missed = [] if kept else result.floors.missed(trial.floors(numbered(seed, 0).shape))
-    if not kept and not result.workloads:
+    if result.ended is not None:
+        missed = []
+    elif not kept and not result.workloads:
         missed = [f"NOTHING RAN: no workload ended within {options.minutes:g} minutes; give --minutes more"]
     totals = {"seed": seed, "workloads": result.workloads, "iterations": result.iterations}
+    holds = not kept and not missed and result.ended is None
     if options.json:
-        _print_json({"holds": not kept and not missed, **totals, "finds": kept, "floors_missed": missed})
+        ended = result.ended is not None
+        _print_json({"holds": holds, **totals, "finds": kept, "floors_missed": missed, "ended_early": ended})
     else:
         print("\n".join(missed) + ("\n" if missed else ""), end="")
-        print(
-            f"seed {seed}: {result.workloads} workloads, {result.iterations} iterations, {len(kept)} kinds of failure"
-        )
-    return VIOLATED if kept or missed else HOLDS
+        ran = f"{several(result.workloads, 'workload')}, {several(result.iterations, 'iteration')}"
+        early = "" if result.ended is None else ", ended before its time"
+        print(f"seed {seed}: {ran}, {several(len(kept), 'kind')} of failure{early}")
+    if result.ended is not None and not kept:
+        raise result.ended  # nothing failed, but nothing is proven either
+    return HOLDS if holds else VIOLATED
 
 
 def _trial(options: Options) -> Trial:
@@ -236,8 +245,8 @@ def _trial(options: Options) -> Trial:
 
 def _hunting(minutes: float) -> Callable[[Hunted, float], None]:
     def progress(hunted: Hunted, left: float) -> None:
-        line = f"{hunted.workloads} workloads, {len(hunted.finds)} kinds of failure, {left:.0f} s of {minutes * 60:.0f} s left"
-        _progress(line, done=left <= 0)
+        so_far = f"{several(hunted.workloads, 'workload')}, {several(len(hunted.finds), 'kind')} of failure"
+        _progress(f"{so_far}, {left:.0f} s of {minutes * 60:.0f} s left", done=left <= 0)
 
     return progress
 

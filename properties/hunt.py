@@ -42,10 +42,13 @@ class Find:
 
 @attrs.define
 class Hunted:
+    """``ended``: what ended it before its time, Ctrl-C or SIGTERM."""
+
     seed: int
     iterations: int = 0
     floors: Floors = attrs.field(factory=Floors)
     finds: list[Find] = attrs.field(factory=list)
+    ended: BaseException | None = None
 
     @property
     def workloads(self) -> int:
@@ -70,9 +73,18 @@ def hunt(
 
     When it is, nothing new starts: what runs ends with its workload, and shrinking soon after. So an engine that loops for
     ever takes no longer than the time asked for, one call's bound, ``SHRINKING_SLOW`` and a last try.
+
+    An interrupt, or SIGTERM, ends it too: what was found until then comes back, as small as it is by then.
     """
-    trial = Trial(rung, fault, subject)
     hunted = Hunted(seed)
+    try:
+        _hunt(hunted, minutes, jobs, Trial(rung, fault, subject), progress)
+    except (KeyboardInterrupt, workers.Terminated) as ended:
+        hunted.ended = ended
+    return hunted
+
+
+def _hunt(hunted: Hunted, minutes: float, jobs: int, trial: Trial, progress: Progress | None) -> None:
     end = time.monotonic() + minutes * 60
     batches = iter(range(0, 1 << 40, BATCH))
     with workers.pool(jobs) as pool:
@@ -80,7 +92,7 @@ def hunt(
         while True:
             left = end - time.monotonic()
             while left > 0 and len(pending) < 2 * jobs:
-                pending.add(pool.submit(batch, seed, next(batches), trial, end))
+                pending.add(pool.submit(batch, hunted.seed, next(batches), trial, end))
             if left <= 0:
                 pending = {future for future in pending if not future.cancel()}
             if not pending:
@@ -90,7 +102,6 @@ def hunt(
                 _take(hunted, future.result(), trial, end)
             if progress is not None:
                 progress(hunted, max(0.0, left))
-    return hunted
 
 
 def batch(seed: int, start: int, trial: Trial, end: float = math.inf) -> dict[str, Any]:
@@ -116,26 +127,27 @@ def _take(hunted: Hunted, result: dict[str, Any], trial: Trial, end: float) -> N
     hunted.iterations += result["iterations"]
     for number, found in result["failed"]:
         if found.check not in {find.finding.check for find in hunted.finds}:
-            hunted.finds.append(_shrunk(hunted.seed, number, found, trial, end))
+            whole = for_rung(numbered(hunted.seed, number), trial.rung)
+            hunted.finds.append(Find(number, whole, found))
+            _shrink_last(hunted.finds, trial, end)
 
 
-def _shrunk(seed: int, number: int, found: Finding, trial: Trial, end: float) -> Find:
-    """``found`` is what the whole workload showed; ``end``: of the hunt, on the monotonic clock."""
-    whole, last = for_rung(numbered(seed, number), trial.rung), found
-    slow = overtime(found)
+def _shrink_last(finds: list[Find], trial: Trial, end: float) -> None:
+    """Makes the last find smaller, step by step, so that an interrupt leaves the smallest so far. ``end``: of the hunt, on
+    the monotonic clock."""
+    first = finds[-1]
+    slow = overtime(first.finding)
     until = end + SHRINKING  # of several finds at the end, the later ones have less
     if slow:
         until = min(until, time.monotonic() + SHRINKING_SLOW)
 
     def fails(candidate: Workload) -> bool:
-        nonlocal last
         if time.monotonic() > until:
             return False
         again = trial.run(candidate).first
-        if again is None or again.check != found.check or overtime(again) != slow:
+        if again is None or again.check != first.finding.check or overtime(again) != slow:
             return False
-        last = again
+        finds[-1] = Find(first.number, candidate, again)
         return True
 
-    small, _ = shrink(whole, fails)
-    return Find(number, small, last)
+    shrink(first.workload, fails)

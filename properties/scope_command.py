@@ -18,6 +18,7 @@ import attrs
 from properties.boxes import BOXES
 from properties.faults import CATALOGUE
 from properties.finds import check_folder, keep
+from properties.plural import several
 from properties.rate import Rate, plain, profile, with_hypothesis
 from properties.rungs import RUNGS
 from properties.scope import MUST, Kill, Scope, kills, scope
@@ -118,8 +119,10 @@ def _tell(boxes: tuple[str, ...], result: Scope, seconds: float) -> None:
         for line in BOXES[name].lines():
             print(f"  {line}")
     distinct = len(result.traces)
-    print(f"{result.workloads} workloads, {distinct} distinct traces, {result.duplicates} duplicates of them")
-    print(f"{result.iterations} iterations in {seconds:.0f} s, {len(result.failed)} shapes with a failure")
+    traces = several(distinct, "distinct trace")
+    print(f"{several(result.workloads, 'workload')}, {traces}, {several(result.duplicates, 'duplicate')} of them")
+    ran = several(result.iterations, "iteration")
+    print(f"{ran} in {seconds:.0f} s, {several(len(result.failed), 'shape')} with a failure")
     for name in MUST:
         print(f"  {name:34} {result.happened[name]:8}")
 

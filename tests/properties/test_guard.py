@@ -17,6 +17,7 @@ from engine.control.record import Ledger
 from engine.control.scheduler import Scheduler
 from engine.trace import Shape, Submit, Workload
 from properties import guard, hunt, lockstep, workers
+from properties.checks import Finding
 from properties.examples import slots
 from properties.guard import Guard, Overtime, overtime
 from properties.hunt import batch, numbered
@@ -148,6 +149,12 @@ def impatient(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     assert guard.CPU_SECONDS > 1
 
 
+def shrunk(number: int, found: Finding, end: float) -> hunt.Find:
+    finds = [hunt.Find(number, numbered(1, number), found)]
+    hunt._shrink_last(finds, Trial(), end)
+    return finds[0]
+
+
 @pytest.mark.usefixtures("impatient")
 def test_the_hunter_looks_at_the_clock_after_each_and_saves_it_by_number(monkeypatch: pytest.MonkeyPatch) -> None:
     told = batch(1, 0, Trial())
@@ -156,7 +163,7 @@ def test_the_hunter_looks_at_the_clock_after_each_and_saves_it_by_number(monkeyp
     assert told["floors"]["runs"] == number + 1 < 10
     monkeypatch.setattr(hunt, "SHRINKING_SLOW", 0.3)
     start = time.monotonic()
-    find = hunt._shrunk(1, number, found, Trial(), math.inf)
+    find = shrunk(number, found, math.inf)
     assert (find.number, overtime(find.finding)) == (number, True)
     assert len(find.workload.events) <= len(numbered(1, number).events)
     assert time.monotonic() - start < 20
@@ -168,9 +175,9 @@ def test_nothing_new_starts_when_the_time_is_up(monkeypatch: pytest.MonkeyPatch)
     assert batch(1, 0, Trial(), over)["floors"]["runs"] == 0
     monkeypatch.setattr(Scheduler, "plan", broken)
     ((number, found), *_) = batch(1, 0, Trial())["failed"]
-    find = hunt._shrunk(1, number, found, Trial(), over)
+    find = shrunk(number, found, over)
     assert (find.workload, find.finding) == (numbered(1, number), found)
-    in_time = hunt._shrunk(1, number, found, Trial(), time.monotonic())
+    in_time = shrunk(number, found, time.monotonic())
     assert len(in_time.workload.events) < len(find.workload.events)
 
 

@@ -240,7 +240,7 @@ def test_a_saved_workload_needs_nothing_but_the_file(tmp_path: Path) -> None:
     path = tmp_path / "one.json"
     save(Workload(Shape(2, 2, 1), (Submit(0, (("a", 1),), 2),)), path)
     done = _in_process([sys.executable, "-m", "properties", "replay", path.name], tmp_path)
-    assert (done.returncode, done.stdout, done.stderr) == (0, "holds: 3 iterations, 1 accepted requests\n", "")
+    assert (done.returncode, done.stdout, done.stderr) == (0, "holds: 3 iterations, 1 accepted request\n", "")
 
 
 def test_a_hunt_in_which_nothing_ran_does_not_hold(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
