@@ -23,6 +23,7 @@ from engine.cuda.runner import TritonRunner
 from engine.cuda.weights import TritonWeights
 from engine.engine import Engine, Progress
 from engine.loading import load_model
+from engine.loading.heap import give_back
 from engine.loading.model import LoadedModel
 from engine.native.build import BadTiles, BuildError
 from engine.native.machine import granted
@@ -41,7 +42,9 @@ def build(config: EngineConfig, progress: Progress | None = None) -> Engine:
     device = resolve_device(config.device)
     dtype = resolve_dtype(config.dtype, device)
     model = load_model(config.model)
-    return assemble(config, model, device, dtype, progress)
+    engine = assemble(config, model, device, dtype, progress)
+    give_back()
+    return engine
 
 
 def assemble(
