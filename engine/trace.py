@@ -205,6 +205,17 @@ class Workload:
     found: Mapping[str, str | int] | None = field(default=None, hash=False)
     digests: tuple[str, ...] = ()
 
+    def __post_init__(self) -> None:
+        _text(self.title, "title")
+        if self.fault is not None:
+            _text(self.fault, "fault")
+        for key, entry in (self.found or {}).items():
+            _text(key, "a key of found")
+            if isinstance(entry, str):
+                _text(entry, f"found.{key}")
+        for entry in self.digests:
+            _text(entry, "digests")
+
     def titled(self, title: str, *, fault: str | None = None, found: Mapping[str, str | int] | None = None) -> Workload:
         """The same run under another title and provenance."""
         return replace(self, title=title, fault=fault, found=found)
@@ -270,7 +281,6 @@ def loads(text: str, *, upgrades: Mapping[str, Upgrade] = UPGRADES) -> Workload:
     """The value in a file's text. Raises ``FormatError`` on anything that is not exactly a workload."""
     try:
         document = json.loads(text, object_pairs_hook=_once)
-        json.dumps(document, ensure_ascii=False).encode()  # half a surrogate pair could be neither written nor hashed
     except FormatError:
         raise
     except (ValueError, RecursionError) as error:  # also a number of more digits than Python reads
@@ -283,14 +293,13 @@ def loads(text: str, *, upgrades: Mapping[str, Upgrade] = UPGRADES) -> Workload:
         known = ", ".join(repr(name) for name in (*upgrades, FORMAT))
         raise FormatError(f"format is {document.get('format')!r}, but must be {known}")
     _keys(document, "the workload", ("format", "shape", "events"), ("title", "fault", "found", "digests"))
-    fault = document.get("fault")
     return Workload(
         shape=_shape(document["shape"]),
         events=tuple(_event(entry, number) for number, entry in enumerate(_list(document["events"], "events"), 1)),
-        title=_text(document.get("title", ""), "title"),
-        fault=None if fault is None else _text(fault, "fault"),
+        title=document.get("title", ""),
+        fault=document.get("fault"),
         found=_found(document.get("found")),
-        digests=tuple(_text(entry, "digests") for entry in _list(document.get("digests", []), "digests")),
+        digests=tuple(_list(document.get("digests", []), "digests")),
     )
 
 
@@ -425,8 +434,11 @@ def _once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
 
 
 def _text(value: object, where: str) -> str:
+    """Unicode text: half of a surrogate pair could be neither written nor hashed."""
     if not isinstance(value, str):
         raise FormatError(f"{where} is {value!r}, but must be text")
+    if not value.isascii() and (half := next((char for char in value if "\ud800" <= char <= "\udfff"), None)):
+        raise FormatError(f"{where} is {value!r}, but must be Unicode text, and {half!r} is half of a surrogate pair")
     return value
 
 
