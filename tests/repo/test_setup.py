@@ -221,6 +221,35 @@ def test_what_pip_says_goes_to_a_log_and_not_to_the_reader(checkout: Checkout) -
     assert ".venv is ready, after" in result.stderr
 
 
+def test_where_no_terminal_is_each_stage_has_a_line_when_it_begins_and_when_it_has_ended(checkout: Checkout) -> None:
+    """The first line is there while pip still works."""
+    seen = checkout.folder / "seen"
+    checkout.python("python3.11", pip=f"cat err >>{seen}; echo --- >>{seen}")
+    with (checkout.folder / "err").open("w") as err:
+        environment = {"PATH": str(checkout.folder / "bin"), "FAKE_LOG": str(checkout.folder / "log")}
+        subprocess.run(["sh", "ci/setup.sh"], cwd=checkout.folder, env=environment, stderr=err, check=True, timeout=30)
+    told = re.sub(r"after \d+ s", "after N s", (checkout.folder / "err").read_text()).splitlines()
+    assert [line for line in told if "making" in line or "made" in line or line.startswith("pip")] == [
+        f"making .venv with Python 3.11.7 ({checkout.folder}/bin/python3.11)",
+        "made .venv, after N s",
+        "pip installs Lockstep and what it needs; nothing is said until it is done",
+        "pip has installed Lockstep and what it needs, after N s",
+        "pip installs the default model; nothing is said until it is done",
+        "pip has installed the default model, after N s",
+    ]
+    first, second, *_ = seen.read_text().split("---")
+    assert first.endswith("pip installs Lockstep and what it needs; nothing is said until it is done\n")
+    assert second.endswith("pip installs the default model; nothing is said until it is done\n")
+
+
+def test_a_stage_that_fails_is_not_told_as_done(checkout: Checkout) -> None:
+    checkout.python("python3.11", pip="exit 3")
+    told = checkout.run().stderr
+    assert "pip installs Lockstep" in told
+    assert "pip has installed" not in told
+    assert "pip failed with status 3" in told
+
+
 @pytest.mark.skipif(shutil.which("script") is None, reason="optional system tool script is missing")
 def test_a_terminal_sees_what_pip_does_now(checkout: Checkout) -> None:
     checkout.python("python3.11", pip="echo Downloading torch; sleep 1.6")
@@ -275,7 +304,10 @@ def test_two_at_once_install_once(checkout: Checkout) -> None:
     environment = {"PATH": str(checkout.folder / "bin"), "FAKE_LOG": str(checkout.folder / "log")}
     command = ["sh", "ci/setup.sh"]
     both = [
-        subprocess.Popen(command, cwd=checkout.folder, env=environment, stderr=subprocess.DEVNULL) for _ in range(2)
+        subprocess.Popen(command, cwd=checkout.folder, env=environment, stderr=subprocess.PIPE, text=True)
+        for _ in range(2)
     ]
-    assert [process.wait(30) for process in both] == [0, 0]
+    told = [process.communicate(timeout=30)[1] for process in both]
+    assert [process.returncode for process in both] == [0, 0]
+    assert sum(text == "another make is setting up .venv: waiting for it\n" for text in told) == 1, told
     assert len(checkout.calls("-m pip install")) == 2, "one set-up is two calls of pip"
