@@ -137,17 +137,17 @@ def _coverage_table(options: Options) -> int:
 
 def _met(ran: int, recorded: int) -> str:
     """How many recorded iterations a replay without a finding has met."""
-    which = "all" if ran >= recorded else f"the first {ran} of"
-    return f"{which} {recorded} recorded iterations were"
+    which = "all" if ran >= recorded > 1 else f"the first {ran} of" if ran < recorded else "the"
+    return f"{which} {several(recorded, 'recorded iteration')} {'was' if recorded == 1 else 'were'}"
 
 
 def graph_faults_command(options: Options) -> int:
     """Hunts the faults of recorded graphs, or the chosen ones, on each rung; the table is printed at the end."""
-    listed = []
-    for line in graph_faults.hunts(options.only or graph_faults.chosen()):
-        listed.append(line)
-        _progress(f"{line.fault} on {line.rung}, {len(listed)} hunts", done=False)
-    _progress(f"{len(listed)} hunts", done=True)
+
+    def progress(number: int, total: int, name: str) -> None:
+        _progress(f"{number} of {total}: {name}", done=number == total)
+
+    listed = list(graph_faults.hunts(options.only or graph_faults.chosen(), progress))
     complaints = graph_faults.complaints(listed)
     if options.json:
         _print_json(

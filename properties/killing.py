@@ -18,11 +18,10 @@ from properties.checks import Finding
 from properties.faults import CATALOGUE, armed
 from properties.lockstep import Run, run
 from properties.rungs import RUNGS
-from properties.sampled import with_sampling
+from properties.sampled import RUNGS_WITH_A_SAMPLER, with_sampling
 from properties.shrink import shrink
 
-TRIES = {"ledger": 3000, "rows": 1500}  # of the reducer; fewer where a run takes longer
-SAMPLING = ("rows", "tiny", "native", "gpu")  # rungs on which it shows how a request is sampled
+TRIES = {"ledger": 3000, "rows": 1500, "staged": 1500}  # of the reducer; fewer where a run takes longer
 
 
 @attrs.frozen
@@ -39,7 +38,7 @@ class Kill:
 def numbered(rung: str, seed: int, number: int) -> Workload:
     """Workload ``number`` of ``seed``, with temperatures and seeds where there is a sampler."""
     plain = hunt.numbered(seed, number)
-    return with_sampling(plain) if rung in SAMPLING else plain
+    return with_sampling(plain) if rung in RUNGS_WITH_A_SAMPLER else plain
 
 
 def outcome(workload: Workload, fault: str | None, *, judge_all: bool = False, rung: str | None = None) -> Run:

@@ -15,21 +15,30 @@ from properties import corpus, workers
 from properties.checks import Finding
 from properties.faults import CATALOGUE
 from properties.generate import RandomSource, workload
-from properties.killing import SAMPLING, kills, outcome
+from properties.killing import kills, outcome
 from properties.matrix import FAMILY_OF, Matrix, Row
-from properties.sampled import with_sampling
+from properties.sampled import RUNGS_WITH_A_SAMPLER, with_sampling
 
 GENERATED: Mapping[str, int] = {
     "ledger": 40,
     "rows": 30,
+    "staged": 30,
     "tiny": 10,
     "native": 10,
     "wire": 10,
 }  # workloads a row; slower rungs get fewer
-SEEDS: Mapping[str, int] = {"ledger": 5, "rows": 5, "tiny": 3, "native": 3, "wire": 5}  # hunts for each fault
+SEEDS: Mapping[str, int] = {
+    "ledger": 5,
+    "rows": 5,
+    "staged": 5,
+    "tiny": 3,
+    "native": 3,
+    "wire": 5,
+}  # hunts for each fault
 BOUND: Mapping[str, int] = {
     "ledger": 4000,
     "rows": 2000,
+    "staged": 2000,
     "tiny": 500,
     "native": 500,
     "wire": 500,
@@ -42,7 +51,7 @@ _Task = tuple[str | None, str, int | None, int | None]
 def sample(count: int, rung: str = "ledger") -> list[Workload]:
     """Generated workloads, the same ones every time."""
     made = [workload(RandomSource(f"matrix {number}")) for number in range(count)]
-    return [with_sampling(w) for w in made] if rung in SAMPLING else made
+    return [with_sampling(w) for w in made] if rung in RUNGS_WITH_A_SAMPLER else made
 
 
 def digest(count: int = max(GENERATED.values())) -> str:

@@ -2,7 +2,7 @@
 
 What it sees: a row, slot, position, block or static buffer that is wrong by one, padding that touches a request, a graph that
 reads somebody else's buffer, memory that is trusted although it was not computed. The whole cache is compared after every
-iteration. What it cannot see: arithmetic. That is for ``tiny``.
+iteration. What it cannot see: arithmetic. That is for ``tiny``. ``staged`` is the same with the copies that a GPU needs.
 """
 
 from __future__ import annotations
@@ -200,3 +200,10 @@ class RowsRung(ComputeRung):
 
     def misled(self, record: StepRecord, known: Mapping[int, Known]) -> tuple[Fact, ...]:
         return told(record, known, self._oracle.asked)
+
+
+class StagedRung(RowsRung):
+    """What a step reads lies in memory of its own, into which the runner copies it: on a CPU just as on a GPU."""
+
+    name: ClassVar[str] = "staged"
+    staged: ClassVar[bool | None] = True

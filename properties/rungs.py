@@ -2,6 +2,7 @@
 
     ledger   all of control; a stub computes nothing, and a token is a function of request and position
     rows     also everything from the plan to the kernels' arguments, over a cache of hash chains
+    staged   rows with what a step reads copied to other memory first and read there, as on a GPU
     tiny     also attention and sampler, on a small random transformer
     native   tiny on the native kernels, with their tape
     triton   tiny on the GPU's kernels in Triton's interpreter, on a CPU: hundreds of times slower
@@ -187,6 +188,7 @@ class _Rungs(Mapping[str, MakeRung]):
     _classes: ClassVar = {
         "ledger": ("properties.rung_ledger", "LedgerRung"),
         "rows": ("properties.rung_rows", "RowsRung"),
+        "staged": ("properties.rung_rows", "StagedRung"),
         "tiny": ("properties.rung_tiny", "TinyRung"),
         "native": ("properties.rung_tiny", "NativeRung"),
         "triton": ("properties.rung_tiny", "TritonRung"),

@@ -18,7 +18,7 @@ from engine.engine import choice_seed
 from engine.request import SamplingParams, SamplingSpec
 from engine.trace import Submit, Workload
 
-RUNGS_WITH_A_SAMPLER = ("rows", "tiny", "native", "triton", "gpu")
+RUNGS_WITH_A_SAMPLER = ("rows", "staged", "tiny", "native", "triton", "gpu")
 TEMPERATURES = (0.8, 0.0, 1.5, 0.0)  # in turn, so that every small workload has a sampled and a greedy request
 STYLES: tuple[Mapping[str, Any], ...] = (
     {},

@@ -51,7 +51,7 @@ class Upload:
     def __init__(self, numel: int, device: torch.device) -> None:
         self._host = torch.empty(numel, dtype=torch.int64, pin_memory=device.type == "cuda")
         self._numbers: npt.NDArray[np.int64] = self._host.numpy()
-        self._device = torch.empty(numel, dtype=torch.int64, device=device)
+        self._device = torch.zeros(numel, dtype=torch.int64, device=device)
         self._done = _event(device)
         self.copies = 0
 

@@ -1,6 +1,7 @@
 """Faults between the plan and the kernels, and in the kernels: what the ledger rung cannot see, since it computes nothing.
 
-``rows`` sees what is read and written where; ``tiny`` also what is computed of it and how it is sampled.
+``rows`` sees what is read and written where, ``staged`` also whether it is sent to the device; ``tiny`` sees what is computed of
+it and how that is sampled.
 """
 
 from __future__ import annotations
@@ -11,6 +12,7 @@ from properties.faults import compute_bodies as bodies
 RUNNER = "engine.compute.runner:PlanRunner"
 RUNNER_MODULE = "engine.compute.runner"
 INPUTS = "engine.compute.inputs:StaticInputs"
+UPLOAD = "engine.compute.staging:Upload"
 ROW_STATE = "engine.compute.row_state:RowState"
 SAMPLER = "engine.compute.sampler:Sampler"
 SAMPLED_ROW = "engine.compute.sampling_row:RowState"
@@ -70,7 +72,7 @@ PADDING = in_area(
             "_record",
             "tokens, table_view = self.inputs.step(*shape)",
             "tokens, table_view = self.inputs.step(*shape)\n"
-            "    table_view = self.inputs.device['tables'][-shape[0] :, : shape[1]]",
+            "    table_view = self.inputs.host['tables'][-shape[0] :, : shape[1]]",
         ),
         rules=("12.6",),
     ),
@@ -123,6 +125,28 @@ STANDING = in_area(
         rules=("12.6",),
     ),
     rung="rows",
+)
+STAGING = in_area(
+    "graph replay",
+    Fault(
+        "N65",
+        "a step that goes on from the one before is written, but not sent to the device",
+        ("writes", "solo"),
+        line(INPUTS, "go_on", "self._send(rows, width)", "pass"),
+        rules=("12.6",),
+    ),
+    Fault(
+        "N66",
+        "the last number of what a step reads is not sent to the device",
+        ("writes", "solo"),
+        line(
+            UPLOAD,
+            "write",
+            "self._device[:end].copy_(self._host[:end], non_blocking=True)",
+            "self._device[: end - 1].copy_(self._host[: end - 1], non_blocking=True)",
+        ),
+    ),
+    rung="staged",
 )
 PLACES = in_area(
     "rows",
@@ -294,4 +318,4 @@ ARITHMETIC = in_area(
     ),
     rung="tiny",
 )
-FAULTS: tuple[Fault, ...] = (*PADDING, *STANDING, *PLACES, *SAMPLING, *MASKS, *ARITHMETIC)
+FAULTS: tuple[Fault, ...] = (*PADDING, *STANDING, *STAGING, *PLACES, *SAMPLING, *MASKS, *ARITHMETIC)

@@ -3,7 +3,7 @@ step of generated workloads, staged and not. And each condition for going on is 
 
 from __future__ import annotations
 
-from typing import Any, ClassVar
+from typing import Any
 
 import attrs
 import numpy as np
@@ -16,17 +16,13 @@ from engine.compute.standing import Standing
 from engine.control.plan import Plan, Replay
 from properties.hunt import numbered
 from properties.lockstep import run
-from properties.rung_rows import RowsRung
+from properties.rung_rows import RowsRung, StagedRung
 from properties.sampled import with_sampling
 from tests.compute.driver import Driver, shared_weights, text
 
 HERE = Standing((4, 8), [0, 1], 3, [5, 7])
 NEXT = attrs.evolve(HERE, positions=[6, 8])
 WORKLOADS = 30
-
-
-class StagedRung(RowsRung):
-    staged: ClassVar[bool | None] = True  # as on a GPU
 
 
 def test_the_next_step_is_preceded() -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import sys
 from unittest.mock import patch
 
 import attrs
@@ -58,23 +59,41 @@ def test_a_fault_that_does_nothing_lives() -> None:
         line = hunt("G02", "rows", bound=3)
     assert line == Hunted("G02", "rows", 3, None)
     assert complaints([line]) == ["G02 is not killed on rows in 3 workloads", "G02 is killed on no rung"]
-    assert "**lives**" in page([line, Hunted("G02", "tiny", 1, "replay", 2)])
+    assert "**lives**" in page([line, *(Hunted("G02", rung, 1, "replay", 2) for rung in RUNGS[1:])])
 
 
 def test_the_command_prints_the_table_and_its_complaints(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     killed, lives = Hunted("G02", "rows", 4, "replay", 2), Hunted("G02", "tiny", 9, None)
-    monkeypatch.setattr(graph_faults, "hunts", lambda faults: iter([killed, attrs.evolve(killed, rung="tiny")]))
+    monkeypatch.setattr(graph_faults, "hunts", lambda *_: iter([attrs.evolve(killed, rung=rung) for rung in RUNGS]))
     assert main(["graph-faults", "--only", "G02"]) == 0
     said = capsys.readouterr().out
-    assert "| G02 |  | scattered rows are replayed | replay, 4 | replay, 4 |" in said
+    assert "| G02 |  | scattered rows are replayed | replay, 4 | replay, 4 | replay, 4 |" in said
     assert said.startswith(
         f"# Faults of recorded graphs, padding and rows: 1 of {len(chosen())}\n\nPart of the table that "
     )
-    monkeypatch.setattr(graph_faults, "hunts", lambda faults: iter([killed, lives]))
+    monkeypatch.setattr(graph_faults, "hunts", lambda *_: iter([killed, lives]))
     assert main(["graph-faults", "--only", "G02", "--json"]) == 1
     assert json.loads(capsys.readouterr().out)["complaints"] == ["G02 is not killed on tiny in 9 workloads"]
     with pytest.raises(SystemExit):
         main(["graph-faults", "--only", "A05"])
     assert "A05 is no fault of graphs, padding or rows" in capsys.readouterr().err
+
+
+def test_progress_is_told_before_each_hunt_and_to_a_terminal_only(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(graph_faults, "hunt", lambda fault, rung: Hunted(fault, rung, 4, "replay", 2))
+    command = ["graph-faults", "--only", "G02", "N42"]
+    assert main(command) == 0
+    assert capsys.readouterr().err == ""
+    monkeypatch.setattr(sys.stderr, "isatty", lambda: True)
+    assert main(command) == 0
+    said = capsys.readouterr().err.replace("\x1b[K", "").replace("\r", "\n").split("\n")
+    assert said[1:-1] == [
+        "1 of 4: G02 on rows",
+        "2 of 4: G02 on tiny",
+        "3 of 4: G02 on staged",
+        "4 of 4: N42 on tiny",
+    ]

@@ -29,11 +29,11 @@ def answer(capsys: pytest.CaptureFixture[str], command: str) -> tuple[int, Any]:
     return status, json.loads(capsys.readouterr().out)
 
 
-@pytest.mark.parametrize("rung", ["rows", "tiny"])
+@pytest.mark.parametrize("rung", ["rows", "staged", "tiny"])
 def test_a_fault_is_hunted_saved_and_replayed_on_its_rung(
     rung: str, capsys: pytest.CaptureFixture[str], tmp_path: Path
 ) -> None:
-    fault = {"rows": "N04", "tiny": "N41"}[rung]
+    fault = {"rows": "N04", "staged": "N65", "tiny": "N41"}[rung]
     small = Workload(Shape(blocks=8, block_size=2, rows=2, capture_rows=(1, 2), capture_widths=(6,)), TWO)
     path = tmp_path / "two.json"
     save(small, path)
