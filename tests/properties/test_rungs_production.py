@@ -59,7 +59,7 @@ ELSEWHERE = {
         "row_state.RowOwner.seat",
         "attention.Take.__call__",
     ),
-    "only where kernels draw, on the rung native": ("sampler.Sampler._draw_rows",),
+    "only on native kernels, hence on the rung native": ("sampler.Sampler._draw_rows", "arena.Arena.pack"),
     "logits of a prompt position that are no numbers; workloads spoil sampled rows, tests/sampling has these": (
         "sampling_row.RowState.spoil",
     ),
