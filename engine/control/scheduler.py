@@ -4,9 +4,9 @@ The rules are those of model_sim/SPEC.md. An iteration runs (rule 3)
 
     submit/abort ...  ->  plan():   reap -> grow -> compact -> admit -> decide replay
                       ->  Runner.execute(plan)
-                      ->  commit(plan, sampled)   or   fail(plan, why)
+                      ->  commit(plan, sampled): count -> publish -> append, stop   or   fail(plan, why)
 
-State changes in two places only: the queues, tables and rows here, and the pool's stack. Everything that leaves is frozen.
+State: requests and queues here, rows in RowTable, blocks with owners and content in BlockPool. What leaves is frozen.
 """
 
 from __future__ import annotations
