@@ -32,6 +32,7 @@ VOCAB = 251  # ids 0..250; a prime, so that affine token functions do not repeat
 OUTSIDE, BELOW = "!", "!-"  # streams whose ids lie behind the vocabulary, and below 0: the door must refuse both
 ANSWER = "answer/"  # "answer/3" is what request 3 generates on the ledger rung: for prompts that go on from there
 MAX_TOTAL = 1 << 20  # bound of one prompt and of most numbers in a file: a workload is small or it is a mistake
+MOST_GRAPHS = 1 << 16  # of one shape: as many as a server may be told to record
 INT32 = (-(2**31), 2**31 - 1)  # of what a request may say over HTTP, and a recording must be able to repeat
 
 CLIENTS = ("streams", "whole", "stalls", "leaves")
@@ -84,6 +85,12 @@ class Shape:
                 _number(value, f"shape.{name}", 1)
             if list(listed) != sorted(set(listed)):
                 raise FormatError(f"shape.{name} is {list(listed)}, but must be ascending without repetition")
+        rows, widths = len(self.capture_rows), len(self.capture_widths)
+        if rows * widths > MOST_GRAPHS:
+            raise FormatError(
+                f"shape.capture_rows x shape.capture_widths is {rows} x {widths}, which makes {rows * widths} graphs, "
+                f"but at most {MOST_GRAPHS} are allowed"
+            )
 
     @property
     def captures(self) -> tuple[tuple[int, int], ...]:

@@ -39,6 +39,7 @@ SHOWN = 6  # cells in one finding; the rest is counted
 
 
 MOST_ROWS = 1 << 14
+MOST_GRAPHS = 1 << 12  # a tape for each of them
 MOST_TABLE_CELLS = 1 << 20
 
 
@@ -51,6 +52,7 @@ def must_fit(shape: WorkloadShape, rung: str, most_cells: int) -> None:
         ("blocks * block_size", shape.blocks * shape.block_size, most_cells),
         ("rows", rows, MOST_ROWS),
         ("rows * blocks of the longest request", rows * width, MOST_TABLE_CELLS),
+        ("capture_rows x capture_widths", len(shape.capture_rows) * len(shape.capture_widths), MOST_GRAPHS),
     ):
         if value > most:
             raise Unavailable(

@@ -13,7 +13,8 @@ from typing import Any
 import pytest
 
 import properties
-from engine.trace import MAX_TOTAL, FormatError, Shape, Submit, Workload, dumps, loads, save
+from engine.config import ConfigError, EngineConfig
+from engine.trace import MAX_TOTAL, MOST_GRAPHS, FormatError, Shape, Submit, Workload, dumps, loads, save
 from properties.__main__ import main
 from properties.cli import parser
 from properties.faults import CATALOGUE
@@ -110,12 +111,39 @@ def test_a_number_of_too_many_digits_is_a_format_error(capsys: pytest.CaptureFix
         ({"rows": MAX_TOTAL, "budget": MAX_TOTAL}, "rows is 1048576"),
         ({"capture_rows": (MAX_TOTAL,)}, "rows is 1048576"),
         ({"rows": 64, "capture_widths": (MAX_TOTAL,)}, "rows .* blocks of the longest request is 67108864"),
+        (
+            {"capture_rows": tuple(range(1, 66)), "capture_widths": tuple(range(1, 65))},
+            "capture_rows x capture_widths is 4160, but at most 4096 fit",
+        ),
     ],
 )
 def test_a_rung_says_what_it_cannot_hold(rung: str, sizes: dict[str, Any], words: str) -> None:
     shape = Shape(**{"blocks": 4, "block_size": 2, "rows": 2, **sizes})
     with pytest.raises(Unavailable, match=f"the rung {rung} cannot hold this shape: {words}"):
         Trial(rung).run(Workload(shape, ONE.events))
+
+
+def test_more_graphs_than_a_server_may_record_are_refused_before_they_are_made(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    """A file of a megabyte would otherwise be a list of ten thousand million pairs."""
+    listed = ", ".join(str(number) for number in range(1, 10**5 + 1))
+    path = tmp_path / "graphs.json"
+    path.write_text(dumps(ONE).replace('"capture_rows": []', f'"capture_rows": [{listed}]'), encoding="utf-8")
+    assert main(["replay", str(path)]) == 0  # without widths there are none
+    capsys.readouterr()
+    text = path.read_text(encoding="utf-8").replace('"capture_widths": []', f'"capture_widths": [{listed}]')
+    path.write_text(text, encoding="utf-8")
+    said = refused(capsys, f"replay {path}")
+    assert "shape.capture_rows x shape.capture_widths is 100000 x 100000, which makes 10000000000 graphs" in said
+    assert f"but at most {MOST_GRAPHS} are allowed" in said
+    side = tuple(range(1, 2**8 + 1))
+    assert len(Shape(4, 2, 2, capture_rows=side, capture_widths=side).captures) == MOST_GRAPHS
+    with pytest.raises(FormatError, match=r"is 257 x 256, which makes 65792 graphs"):
+        Shape(4, 2, 2, capture_rows=(*side, 300), capture_widths=side)
+    assert EngineConfig(max_captures=MOST_GRAPHS).max_captures == MOST_GRAPHS
+    with pytest.raises(ConfigError):
+        EngineConfig(max_captures=MOST_GRAPHS + 1)
 
 
 def test_the_ledger_holds_the_largest_shape(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
