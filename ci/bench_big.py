@@ -1,6 +1,6 @@
 """A model of 1.1 billion random weights in Q4_0 (hidden 2048, 22 layers), made on the spot, on this engine and llama.cpp.
 
-python ci/bench_big.py                     about 600 MB in .peers/models, made once; some minutes
+python ci/bench_big.py --plot big.png      about 600 MB in .peers/models, made once; some minutes
 python ci/bench_big.py --layers 2 --lists single                a smaller model of the same width, for a first look
 """
 
@@ -11,10 +11,11 @@ import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
+from typing import Annotated
 
 import attrs
 import numpy as np
-from cyclopts import App
+from cyclopts import App, Parameter
 from rich.console import Console
 
 from engine.loading.gguf_file import gguf_name
@@ -23,8 +24,10 @@ from engine.loading.model import ModelConfig
 from server.bench.offline import report, table
 from server.bench.offline.contestants import PACKAGE, Contestant, own, python_of, ready
 from server.bench.offline.models import Files, once
+from server.bench.offline.plot import plot
 from server.bench.offline.rounds import measure, schedule
 from server.bench.offline.worker import Worker
+from server.bench.plot import NoPlots, check_places
 from server.bench.requests import Ask, bundled
 
 SHAPE = ModelConfig(
@@ -88,23 +91,33 @@ def main(
     lists: tuple[str, ...] = LISTS,
     minutes: float = 20.0,
     peers: Path = Path(".peers"),
+    plot_to: Annotated[Path | None, Parameter(name="--plot")] = None,
 ) -> int:
-    """Exit status: 0 measured, 1 not.
+    """Prints a table. Exit status: 0 measured, 1 not.
 
     Args:
         layers: fewer make a smaller model of the same width, for a first look.
         lists: of those that come along: single, prefill1024, batch16, shared16.
+        plot_to: where the table is drawn (.png, .svg, .pdf).
         minutes: for all runs together; each has the same share of it and is cut, and told, when it takes longer.
     """
-    console, asks = Console(width=170), {name: one for name, one in bundled().items() if name in lists}
+    console, asks = Console(width=190), {name: one for name, one in bundled().items() if name in lists}
     if not asks or layers < 1 or minutes <= 0:
         console.print(f"lists are {', '.join(bundled())}; layers and minutes must be positive", markup=False)
+        return 1
+    try:
+        check_places(None, plot_to)
+    except (NoPlots, ValueError) as error:
+        console.print(str(error), markup=False)
         return 1
     config = attrs.evolve(SHAPE, num_layers=layers)
     rows = measured(
         config, asks, Told(console), repeats=repeats, threads=threads, minutes=minutes, peers=peers.absolute()
     )
-    report.show(console, rows, f"{parameters(config) / 1e9:.2f} billion random weights in Q4_0")
+    title = f"{parameters(config) / 1e9:.2f} billion random weights in Q4_0, {threads} threads"
+    report.show(console, rows, title)
+    if plot_to is not None:
+        plot(rows, plot_to, title)
     for failure in (failed := table.failures(rows, asks)):
         console.print(f"failed: {failure}", markup=False)
     return 1 if failed else 0
@@ -127,7 +140,7 @@ def measured(
     people = own(files, threads)[:1]
     if ready(peers, "llamacpp"):
         command = (str(python_of(peers, "llamacpp")), "-m", f"{PACKAGE}.drive_llamacpp", str(files.shipped))
-        people.append(Contestant(table.LLAMA_SHIPPED, (*command, str(threads)), "llamacpp"))
+        people.append(Contestant(table.LLAMA_SHIPPED, (*command, str(threads)), "llamacpp", int8=True))
     else:
         say("llama.cpp is not installed (`make peers`): nobody to compare with")
     turns = list(schedule(people, list(lists), repeats))

@@ -17,9 +17,10 @@ from rich import box
 from rich.console import Console
 from rich.table import Table
 
-from server.bench.offline.plot import OURS, pyplot
+from server.bench.offline.plot import OURS
 from server.bench.offline.shares import measured
 from server.bench.offline.worker import WorkerFailed
+from server.bench.plot import NoPlots, check_places, pyplot
 
 ROWS = (1, 2, 4, 8, 16, 32, 64)
 CONTEXTS = (128, 256, 512, 1024, 2048, 4096, 8192)
@@ -80,23 +81,26 @@ def show(console: Console, told: Mapping[str, Any]) -> None:
     console.print(found)
 
 
-def plot(told: Mapping[str, Any], path: Path) -> None:
+def plot(told: Mapping[str, Any], path: Path, title: str) -> None:
     plt = pyplot()
-    figure, axes = plt.subplots(1, 4, figsize=(16, 3.6), layout="constrained")
-    rows, contexts, prefill = told["rows"], told["contexts"], told["prefill"]
+    figure, axes = plt.subplots(1, 4, figsize=(16, 3.8), layout="constrained")
+    rows, contexts, prefill = told["rows"], told["contexts"], [[0, 0.0], *told["prefill"]]
     lines = (
         ("decode step, context 128", "rows", [one["rows"] for one in rows], [one["wall_ms"] for one in rows]),
         ("decode step, 1 row", "context", [one["context"] for one in contexts], [one["wall_ms"] for one in contexts]),
         ("prefill", "tokens", [tokens for tokens, _ in prefill], [ms for _, ms in prefill]),
         ("host time of a step", "rows", [one["rows"] for one in rows], [one["host_ms"] for one in rows]),
     )
-    for axis, (title, label, x, y) in zip(axes, lines, strict=True):
+    for axis, (heading, label, x, y) in zip(axes, lines, strict=True):
         axis.plot(x, y, marker="o", color=OURS)
-        axis.set_title(title)
+        axis.set_title(heading)
         axis.set_xlabel(label)
         axis.set_ylabel("ms")
-        axis.set_ylim(bottom=0)
+        axis.set_xlim(left=0)
+        axis.set_ylim(0, 1.08 * max(y))
+        axis.xaxis.get_major_locator().set_params(integer=True, nbins=6)
         axis.grid(alpha=0.3)
+    figure.suptitle(title, fontsize=10)
     try:
         figure.savefig(path, dpi=130)
     finally:
@@ -124,6 +128,11 @@ def main(
     if longest < CONTEXTS[0] + 2 * STEPS or rows < 1:
         console.print(f"longest must be at least {CONTEXTS[0] + 2 * STEPS} and rows positive", markup=False)
         return 1
+    try:
+        check_places(json_to, plot_to)
+    except (NoPlots, ValueError) as error:
+        console.print(str(error), markup=False)
+        return 1
     engine = {"threads": threads, "compute": compute, **({"model": str(model)} if model else {})}
     contexts = [context for context in CONTEXTS if context <= longest]
     try:
@@ -141,7 +150,8 @@ def main(
     if json_to is not None:
         json_to.write_text(json.dumps(told, indent=1), encoding="utf-8")
     if plot_to is not None:
-        plot(told, plot_to)
+        name = model.name if model else "the default model"
+        plot(told, plot_to, f"{name}, compute {compute}, {threads} threads")
     return 0
 
 

@@ -21,7 +21,7 @@ from rich.table import Table
 from server.bench import load
 from server.bench.client import APIS, Answer, Target
 from server.bench.own import StartFailed, served
-from server.bench.plot import NoPlots, plot
+from server.bench.plot import NoPlots, check_places, plot
 from server.bench.requests import Ask, ListError, bundled, drawn
 from server.bench.requests import load as load_lists
 from server.bench.summary import Limits, Summary, summarise
@@ -110,6 +110,7 @@ def bench(
     given = {"random": drawn(random, seed, prompt_words, tokens, shared_words)} if random else _lists(file, lists)
     plan = Plan(given, clients, rate, repeats, seed)
     plan.check()
+    check_places(None, plot_to)
     limits = Limits(good_ttft, good_itl, good_tpot)
     if url is not None:
         runs, facts = _measure(Target(url.rstrip("/"), model or "", api, key), plan), {}

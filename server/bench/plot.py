@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 from server.bench.client import Answer
 
@@ -12,8 +13,8 @@ class NoPlots(RuntimeError):
     """matplotlib is not installed; the message says how to get it."""
 
 
-def plot(runs: Mapping[str, Sequence[Answer]], path: Path) -> None:
-    """Writes a PNG, SVG or PDF, by the name's ending. Raises ``NoPlots``, and ``ValueError`` for another ending."""
+def pyplot() -> Any:
+    """Raises ``NoPlots`` without matplotlib."""
     try:
         import matplotlib as mpl
     except ModuleNotFoundError:
@@ -21,6 +22,26 @@ def plot(runs: Mapping[str, Sequence[Answer]], path: Path) -> None:
     mpl.use("agg")
     from matplotlib import pyplot as plt
 
+    return plt
+
+
+def check_places(json_to: Path | None, plot_to: Path | None) -> None:
+    """Before anything is measured for minutes. Raises ``NoPlots``, and ``ValueError`` for what could not be written."""
+    for option, path in (("--json", json_to), ("--plot", plot_to)):
+        if path is not None and not path.absolute().parent.is_dir():
+            raise ValueError(f"{option} is {path}, but there is no folder {path.absolute().parent}")
+    if plot_to is not None:
+        plt = pyplot()
+        figure = plt.figure()
+        endings = sorted(figure.canvas.get_supported_filetypes())
+        plt.close(figure)
+        if plot_to.suffix.lower().removeprefix(".") not in endings:
+            raise ValueError(f"--plot is {plot_to}, but its name must end in one of {', '.join(endings)}")
+
+
+def plot(runs: Mapping[str, Sequence[Answer]], path: Path) -> None:
+    """Writes a PNG, SVG or PDF, by the name's ending. Raises ``NoPlots``, and ``ValueError`` for another ending."""
+    plt = pyplot()
     figure, axes = plt.subplots(1, 2, figsize=(10, 4), layout="constrained")
     for name, answers in runs.items():
         good = [answer for answer in answers if answer.error is None]

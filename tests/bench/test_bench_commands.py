@@ -51,6 +51,12 @@ def test_wrong_options_are_told(capsys: pytest.CaptureFixture[str]) -> None:
     assert capsys.readouterr().out.count("lists are single, ") == 2
     assert bench_growth.main(longest=100) == 1
     assert "longest must be at least 160" in capsys.readouterr().out
+    for command in (bench_big.main, bench_growth.main):  # before anything is measured
+        assert command(plot_to=Path("picture.text")) == 1
+        assert command(plot_to=Path("nowhere/picture.png")) == 1
+    told = " ".join(capsys.readouterr().out.split())
+    assert told.count("--plot is picture.text, but its name must end in one of ") == 2
+    assert told.count("--plot is nowhere/picture.png, but there is no folder") == 2
 
 
 @pytest.mark.slow

@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import io
 import json
 from pathlib import Path
 
 import pytest
+from rich.console import Console
 
 from server.bench.offline import report, table
+from server.bench.offline.contestants import NEEDED, OPTIONAL, contestants
+from server.bench.offline.models import Files
 from server.bench.offline.plot import plot
 from server.bench.offline.rounds import COLD, Outcome
 from server.bench.offline.worker import Reading
@@ -21,7 +25,9 @@ LISTS = {
 }
 
 
-def outcome(name: str, peer: str | None, speed: float, *, fp32: bool = True, rss: float = 500.0) -> Outcome:
+def outcome(
+    name: str, peer: str | None, speed: float, *, fp32: bool = True, int8: bool = False, rss: float = 500.0
+) -> Outcome:
     """Everything takes 1 / speed as long as with speed 1, where 10 tokens follow the first in 1 s."""
 
     def reading(first: float, rest: float) -> Reading:
@@ -35,7 +41,7 @@ def outcome(name: str, peer: str | None, speed: float, *, fp32: bool = True, rss
     }
     if peer is None:
         runs[COLD] = [reading(4.0, 8.0)]
-    return Outcome(name, peer, fp32, runs, rss=rss)
+    return Outcome(name, peer, fp32, int8, runs, rss=rss)
 
 
 def outcomes() -> list[Outcome]:
@@ -44,8 +50,9 @@ def outcomes() -> list[Outcome]:
         outcome(table.F32, None, 1.5, rss=700.0),
         outcome("slow, fp32", "transformers", 0.5, rss=900.0),
         outcome("fast, fp32", "openvino", 1.0, rss=1800.0),
-        outcome("faster, int8", "openvino", 2.0, fp32=False, rss=400.0),
+        outcome("faster, int8", "openvino", 2.0, fp32=False, int8=True, rss=400.0),
         outcome(table.LLAMA_SHIPPED, "llamacpp", 2.5, fp32=False, rss=300.0),
+        outcome(table.INT8, None, 6.0, fp32=False, int8=True, rss=200.0),
     ]
 
 
@@ -68,7 +75,7 @@ def test_cells_are_medians_of_what_the_columns_mean(rows: list[table.Row]) -> No
 
 def test_ratios_are_to_the_best_peer_and_above_1_when_better(rows: list[table.Row]) -> None:
     fp32, every = table.ratios(rows), table.ratios(rows, fp32_only=False)
-    assert set(fp32) == {table.SHIPPED, table.F32}
+    assert set(fp32) == {table.SHIPPED, table.F32, table.INT8}
     assert fp32[table.F32]["decode_tok_s"] == pytest.approx(1.5)
     assert fp32[table.F32]["ttft_ms"] == pytest.approx(1.5), "a shorter time is better"
     assert fp32[table.F32]["rss_mib"] == pytest.approx(900 / 700), "the smallest fp32 peer counts"
@@ -87,6 +94,42 @@ def test_aims_are_judged_by_the_numbers(rows: list[table.Row]) -> None:
     judged = {goal.text: goal.met for goal in table.goals(slower)}
     assert judged["1 stream, F32 weights, to the best fp32 peer"] is False
     assert judged["1 stream, as shipped, to the best fp32 peer"] is None
+
+
+def test_like_is_compared_with_like(rows: list[table.Row]) -> None:
+    """Eight bits with eight bits: the faster peer that does not say so is no part of it, whatever its weights are."""
+    told = {one.text: one.ratio for one in table.comparisons(rows)}
+    assert told == {
+        "16 requests, as shipped, to the best fp32 peer": pytest.approx(4.0),
+        "prefill of 1024, as shipped, to the best fp32 peer": pytest.approx(4.0),
+        "16 requests, int8 activations, to the best 8-bit peer": pytest.approx(3.0),
+        "prefill of 1024, int8 activations, to the best 8-bit peer": pytest.approx(3.0),
+    }
+    assert [one.ratio for one in table.comparisons(rows[:4])] == [pytest.approx(4.0)] * 2 + [None] * 2
+    assert [row.label for row in rows[4:]] == ["faster, int8 (8-bit activations)", table.LLAMA_SHIPPED, table.INT8]
+    shown = io.StringIO()
+    report.show_goals(Console(file=shown, width=120), rows)
+    assert "16 requests, int8 activations, to the best 8-bit peer" in shown.getvalue()
+
+
+def test_who_rounds_activations_says_so(tmp_path: Path) -> None:
+    for name in (*NEEDED, *OPTIONAL):
+        (tmp_path / name / "bin").mkdir(parents=True)
+        (tmp_path / name / ".ready").touch()
+        (tmp_path / name / "bin" / "python").touch()
+    files = Files(tmp_path / "a.gguf", tmp_path)
+    for place in (files.hf, files.openvino, files.ct2):
+        place.mkdir()
+    everybody = contestants(files, tmp_path, 2, with_peers=True, http=True)
+    assert [one.name for one in everybody][:4] == [table.SHIPPED, f"{table.SHIPPED}, HTTP", table.INT8, table.F32]
+    assert {one.name for one in everybody if one.int8} == {
+        table.INT8,
+        "OpenVINO GenAI, Q8_0",
+        "CTranslate2, int8",
+        table.LLAMA_SHIPPED,
+    }
+    assert not any(one.int8 and one.fp32 for one in everybody)
+    assert '"compute": "int8"' in everybody[2].command[-1]
 
 
 def test_a_contestant_without_numbers_fails_the_table(rows: list[table.Row]) -> None:
@@ -114,7 +157,15 @@ def test_the_document_is_json_with_everything_in_it(rows: list[table.Row]) -> No
     conditions = report.conditions(2, 3, "a.gguf", outcomes())
     document = json.loads(json.dumps(report.document(rows, outcomes(), conditions, quality=[])))
     assert document["format"] == "bench/1"
-    expected = {"format", "conditions", "rows", "ratios_to_best_fp32_peer", "ratios_to_best_peer", "goals"}
+    expected = {
+        "format",
+        "conditions",
+        "rows",
+        "ratios_to_best_fp32_peer",
+        "ratios_to_best_peer",
+        "goals",
+        "comparisons",
+    }
     assert set(document) == expected | {"contestants", "quality"}
     assert document["goals"][0] == {
         "text": document["goals"][0]["text"],

@@ -20,7 +20,8 @@ from engine.loading import load_model
 from engine.loading.synthetic import synthetic_config
 from engine.native.runner import library
 from server.bench.cli import main
-from server.bench.offline import drive_own, limits, models, quality, report, shares, steps
+from server.bench.offline import drive_own, limits, models, quality, report, shares, steps, table
+from server.bench.offline.contestants import own
 from server.bench.offline.drive import Request
 from server.bench.offline.drive_ctranslate2 import read_safetensors
 from server.bench.offline.limits import Limits
@@ -72,6 +73,26 @@ def test_the_whole_command(tiny: Path, tmp_path: Path, capsys: pytest.CaptureFix
     assert document["rows"][0]["cells"]["shared16_cold_tok_s"] > 0
     assert document["rows"][0]["cells"]["prefill_tok_s"] is None
     assert picture.stat().st_size > 1000
+
+
+@pytest.mark.parametrize(("option", "name"), [("--plot", "a.text"), ("--plot", "no/a.png"), ("--json", "no/a.json")])
+def test_a_place_that_cannot_be_written_is_told_before_anything_is_measured(
+    option: str, name: str, tiny: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    place = tmp_path / name
+    assert main(["--offline", "--no-peers", "--model", str(tiny), "--peers", str(tmp_path), option, str(place)]) == 2
+    said = capsys.readouterr()
+    assert f"error: {option} is {place}, but" in said.err
+    assert said.out == ""
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_int8_takes_part_where_there_is_something_to_round(tiny: Path, tmp_path: Path) -> None:
+    small = write_gguf(tmp_path / "small.gguf", "llama", "Q8_0", **SHAPE)
+    assert models.quantised(small)
+    assert not models.quantised(tiny)
+    names = [[one.name for one in own(models.files_of(tiny, tmp_path), 1, int8=int8)] for int8 in (True, False)]
+    assert [table.INT8 in found for found in names] == [True, False]
 
 
 def test_a_run_gives_everybody_their_tokens(engine: Engine) -> None:

@@ -17,11 +17,11 @@ from engine.loading.model import LoadError
 from engine.native.build import BuildError
 from server.bench.offline import quality, report, shares, table
 from server.bench.offline.contestants import Contestant, Missing, contestants
-from server.bench.offline.models import Files, files_of, prepare
+from server.bench.offline.models import Files, files_of, prepare, quantised
 from server.bench.offline.plot import plot
 from server.bench.offline.rounds import Outcome, measure, schedule
 from server.bench.offline.worker import WorkerFailed, worker
-from server.bench.plot import NoPlots
+from server.bench.plot import NoPlots, check_places
 from server.bench.requests import Ask, ListError, bundled
 from server.bench.requests import load as load_lists
 
@@ -82,7 +82,10 @@ def bench(
     settings = Settings(threads, repeats, slow, patience)
     asks = _lists(file, lists)
     files = files_of(model, peers.absolute() / "models")
-    people = contestants(files, peers.absolute(), threads, with_peers=with_peers, http=http, only=only)
+    check_places(json_to, plot_to)
+    people = contestants(
+        files, peers.absolute(), threads, with_peers=with_peers, http=http, int8=quantised(files.shipped), only=only
+    )
     console, progress = _console(), _Progress()
     prepare(files, progress.say)
     outcomes = list(_rounds(people, asks, settings, progress).values())
@@ -119,7 +122,7 @@ def bench(
 def _console() -> Console:
     """Into a file or a pipe the table is as wide as it needs to be."""
     console = Console()
-    return console if console.is_terminal else Console(width=170)
+    return console if console.is_terminal else Console(width=190)
 
 
 def _lists(file: Path | None, names: Sequence[str]) -> Mapping[str, Sequence[Ask]]:

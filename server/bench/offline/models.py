@@ -23,6 +23,7 @@ import numpy as np
 
 from engine.loading.load import default_model_path, load_model
 from engine.loading.model import LoadedModel, ModelConfig
+from engine.native.library import INTEGER
 
 Tell = Callable[[str], None]
 KINDS = {"F32": 0, "BF16": 32, "F16": 1, "Q8_0": 7, "Q4_0": 2}  # with the number of the file type in a GGUF header
@@ -61,6 +62,12 @@ def files_of(model: Path | None, cache: Path) -> Files:
     return Files(shipped, cache / f"{shipped.stem}-{digest}")
 
 
+def quantised(model: Path) -> bool:
+    """Whether any linear layer of ``model`` can be multiplied by 8-bit activations. Raises ``LoadError``."""
+    source = load_model(model).source
+    return any(source.stored(name).type in INTEGER for name in source if name.endswith("_proj.weight"))
+
+
 def prepare(files: Files, tell: Tell) -> Files:
     """Makes what is missing of the GGUF files and hf/; ``tell`` hears of each. Raises ``LoadError``, ``OSError``."""
     for kind in KINDS:
@@ -74,7 +81,8 @@ def once(files: Files, place: Path, tell: Tell, make: Callable[[Path], None]) ->
     stamp = files.folder / f".{place.name}.made"
     if stamp.exists() and place.exists():
         return
-    tell(f"making {place.name} of {files.shipped.name}")
+    of = "" if place == files.shipped else f" of {files.shipped.name}"
+    tell(f"making {place.name}{of}")
     files.folder.mkdir(parents=True, exist_ok=True)
     half = files.folder / f"{place.name}.part"
     for old in (half, place):

@@ -4,24 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
 
+from server.bench.offline.report import short
 from server.bench.offline.table import COLUMNS, Row
-from server.bench.plot import NoPlots
+from server.bench.plot import pyplot
 
 OURS, THEIRS = "#1f6f8b", "#b8b8b8"
-
-
-def pyplot() -> Any:
-    """Raises ``NoPlots`` without matplotlib."""
-    try:
-        import matplotlib as mpl
-    except ModuleNotFoundError:
-        raise NoPlots("--plot needs matplotlib: pip install 'lockstep-engine[plot]'") from None
-    mpl.use("agg")
-    from matplotlib import pyplot as plt
-
-    return plt
 
 
 def plot(rows: Sequence[Row], path: Path, title: str) -> None:
@@ -40,9 +28,9 @@ def plot(rows: Sequence[Row], path: Path, title: str) -> None:
         values = [row.cells.get(column.key) or 0.0 for row in rows]
         colours = [OURS if row.peer is None else THEIRS for row in rows]
         bars = axis.barh(range(len(rows)), values, color=colours)
-        axis.bar_label(bars, labels=[f"{value:.3g}" if value else "-" for value in values], padding=2, fontsize=7)
+        axis.bar_label(bars, labels=[short(value or None) for value in values], padding=2, fontsize=7)
         axis.set_yticks(
-            range(len(rows)), [row.name for row in rows] if at % across == 0 else [""] * len(rows), fontsize=8
+            range(len(rows)), [row.label for row in rows] if at % across == 0 else [""] * len(rows), fontsize=8
         )
         axis.invert_yaxis()
         axis.margins(x=0.18)

@@ -30,7 +30,7 @@ def show(console: Console, rows: Sequence[table.Row], title: str) -> None:
     """Numbers, then ratios of this engine's rows to the best fp32 peer and to the best peer of any type."""
     found = _table(title)
     for row in rows:
-        found.add_row(row.name, *(short(row.cells[column.key]) for column in table.COLUMNS))
+        found.add_row(row.label, *(short(row.cells[column.key]) for column in table.COLUMNS))
     for label, fp32_only in (("best fp32 peer", True), ("best peer", False)):
         told = table.ratios(rows, fp32_only=fp32_only)
         if any(value is not None for cells in told.values() for value in cells.values()):
@@ -59,6 +59,9 @@ def show_goals(console: Console, rows: Sequence[table.Row]) -> None:
     words = {True: "met", False: "missed", None: "not measured"}
     for goal in table.goals(rows):
         found.add_row(goal.text, short(goal.wanted), short(goal.reached), words[goal.met])
+    found.add_section()
+    for one in table.comparisons(rows):
+        found.add_row(one.text, "", short(one.ratio), "on the same footing" if one.ratio is not None else words[None])
     console.print(found)
 
 

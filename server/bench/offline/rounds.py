@@ -44,6 +44,7 @@ class Outcome:
     name: str
     peer: str | None
     fp32: bool
+    int8: bool = False
     runs: dict[str, list[Reading]] = attrs.field(factory=dict)
     lost: dict[str, str] = attrs.field(factory=dict)
     rss: float | None = None  # MiB, after its last run
@@ -87,7 +88,10 @@ def measure(
     patience: float = PATIENCE,
 ) -> dict[str, Outcome]:
     """Starts everybody, takes the turns, ends everybody. ``say`` hears what is going on before it begins."""
-    outcomes = {name: Outcome(name, one.contestant.peer, one.contestant.fp32) for name, one in workers.items()}
+    outcomes = {
+        name: Outcome(name, one.contestant.peer, one.contestant.fp32, one.contestant.int8)
+        for name, one in workers.items()
+    }
     try:
         for name, one in workers.items():
             say(f"starting {name}")

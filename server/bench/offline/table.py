@@ -16,7 +16,7 @@ from server.bench.offline.worker import Reading
 from server.bench.requests import Ask
 
 Lists = Mapping[str, Sequence[Ask]]
-SHIPPED, F32 = "lockstep, as shipped", "lockstep, F32"
+SHIPPED, INT8, F32 = "lockstep, as shipped", "lockstep, int8 activations", "lockstep, F32"
 LLAMA_SHIPPED = "llama.cpp, as shipped"
 
 
@@ -79,6 +79,20 @@ class Row:
     fp32: bool
     cells: Mapping[str, float | None]
     notes: tuple[str, ...] = ()  # why a cell is empty
+    int8: bool = False
+
+    @property
+    def label(self) -> str:
+        """The name, and what a reader of its numbers has to know."""
+        return f"{self.name} (8-bit activations)" if self.int8 and self.name != INT8 else self.name
+
+
+@attrs.frozen
+class Comparison:
+    """A ratio on one footing, without an aim. ``ratio`` is None where a part of it was not measured."""
+
+    text: str
+    ratio: float | None
 
 
 @attrs.frozen
@@ -99,17 +113,32 @@ def rows(outcomes: Sequence[Outcome], lists: Lists) -> list[Row]:
     for outcome in outcomes:
         cells = {column.key: column.value(outcome, lists) for column in COLUMNS}
         notes = [*outcome.lost.values()] if outcome.failure is None else [outcome.failure]
-        found.append(Row(outcome.name, outcome.peer, outcome.fp32, cells, tuple(notes)))
+        found.append(Row(outcome.name, outcome.peer, outcome.fp32, cells, tuple(notes), outcome.int8))
     return found
 
 
-def best(found: Sequence[Row], key: str, *, fp32_only: bool) -> tuple[float, str] | None:
-    """The best peer's number in a column, and its name."""
+Among = Callable[[Row], bool]
+
+
+def _any(row: Row) -> bool:
+    return True
+
+
+def _fp32(row: Row) -> bool:
+    return row.fp32
+
+
+def _int8(row: Row) -> bool:
+    return row.int8
+
+
+def best(found: Sequence[Row], key: str, among: Among) -> tuple[float, str] | None:
+    """The best number in a column of a peer that is ``among`` those who count, and its name."""
     column = BY_KEY[key]
     cells = [
         (value, row.name)
         for row in found
-        if row.peer is not None and (row.fp32 or not fp32_only) and (value := row.cells.get(key)) is not None
+        if row.peer is not None and among(row) and (value := row.cells.get(key)) is not None
     ]
     if not cells:
         return None
@@ -121,13 +150,30 @@ def ratios(found: Sequence[Row], *, fp32_only: bool = True) -> dict[str, dict[st
     told: dict[str, dict[str, float | None]] = {}
     for row in found:
         if row.peer is None:
-            told[row.name] = {key: _against(row, key, best(found, key, fp32_only=fp32_only)) for key in BY_KEY}
+            told[row.name] = {key: _to_best(found, row, key, _fp32 if fp32_only else _any) for key in BY_KEY}
     return told
+
+
+def _to_best(found: Sequence[Row], row: Row | None, key: str, among: Among) -> float | None:
+    return None if row is None else _against(row, key, best(found, key, among))
 
 
 def _against(row: Row, key: str, peer: tuple[float, str] | None) -> float | None:
     ours = row.cells.get(key)
     return None if ours is None or peer is None else BY_KEY[key].ratio(ours, peer[0])
+
+
+def comparisons(found: Sequence[Row]) -> list[Comparison]:
+    """This engine and peers that round activations as it does: not at all, or to 8 bits."""
+    by_name = {row.name: row for row in found}
+    return [
+        Comparison(f"{what}, {ours}, to the best {peer} peer", _to_best(found, by_name.get(name), key, among))
+        for name, ours, peer, among in (
+            (SHIPPED, "as shipped", "fp32", _fp32),
+            (INT8, "int8 activations", "8-bit", _int8),
+        )
+        for what, key in (("16 requests", "batch16_tok_s"), ("prefill of 1024", "prefill_tok_s"))
+    ]
 
 
 def goals(found: Sequence[Row]) -> list[Goal]:
@@ -136,7 +182,7 @@ def goals(found: Sequence[Row]) -> list[Goal]:
     shipped, plain, llama = (by_name.get(name) for name in (SHIPPED, F32, LLAMA_SHIPPED))
 
     def against(row: Row | None, key: str, *, fp32_only: bool) -> float | None:
-        return None if row is None else _against(row, key, best(found, key, fp32_only=fp32_only))
+        return _to_best(found, row, key, _fp32 if fp32_only else _any)
 
     def to_llama() -> float | None:
         if shipped is None or llama is None or llama.cells["decode_tok_s"] is None:
@@ -176,5 +222,6 @@ def plain(found: Sequence[Row]) -> dict[str, Any]:
         "rows": [attrs.asdict(row) for row in found],
         "ratios_to_best_fp32_peer": ratios(found),
         "ratios_to_best_peer": ratios(found, fp32_only=False),
+        "comparisons": [attrs.asdict(one) for one in comparisons(found)],
         "goals": [{**attrs.asdict(goal), "met": goal.met} for goal in goals(found)],
     }
