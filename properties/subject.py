@@ -74,8 +74,9 @@ class Batch:
     copies: tuple[tuple[int, int], ...] = ()
 
 
-Compute = Callable[[Batch], Mapping[int, int]]
-"""Computes a batch and returns the sampled token of each request whose work samples. May raise ``ComputeFailed``."""
+Compute = Callable[[Batch], Mapping[int, int | None]]
+"""Computes a batch and returns the sampled token of each request whose work samples. May raise ``ComputeFailed``; None stands for
+a request that has no token, where its row's logits hold none. Each only at subjects that promise to survive it."""
 
 
 @attrs.frozen
@@ -107,6 +108,7 @@ class Promises:
     preempts: bool = True  # False: what has started is never set back
     shares: bool = False  # True: tables may name the same block, as long as nobody writes it
     survives: bool = False  # a compute that raises ends the requests of its batch with "error", and only those
+    survives_rows: bool = False  # a request that has no token ends with "error" in that iteration, and nobody else does
 
 
 class Refused(Exception):

@@ -41,7 +41,7 @@ FLOORS: Mapping[str, float] = {
 }
 """In which share of the workloads each must happen: half of what was measured, rounded down. A hunt that reached less of a
 scheduler proves nothing about it."""
-IF_PROMISED: Mapping[str, float] = {"preempted": 0.05, "finished: error": 0.06}
+IF_PROMISED: Mapping[str, float] = {"preempted": 0.05, "failed step": 0.09, "row without a token": 0.02}
 
 
 @attrs.frozen
@@ -50,13 +50,17 @@ class SubjectRun(Run):
 
 
 def floors_for(make: MakeSubject, shape: Shape) -> Mapping[str, float]:
-    """A subject that does not preempt, or that survives no failing compute, cannot reach those. ``shape`` is one that it was
+    """A subject that does not preempt, or that survives no failure, cannot reach those. ``shape`` is one that it was
     run with; one that cannot be made for it was found already, as ``raises``, and is asked for nothing more."""
     try:
         promises = make(shape).promises
     except Exception:  # noqa: BLE001 - a foreign scheduler may raise anything
         return FLOORS
-    kept = {"preempted": promises.preempts, "finished: error": promises.survives}
+    kept = {
+        "preempted": promises.preempts,
+        "failed step": promises.survives,
+        "row without a token": promises.survives_rows,
+    }
     return {**FLOORS, **{name: share for name, share in IF_PROMISED.items() if kept[name]}}
 
 
@@ -90,7 +94,7 @@ class Watch:
         self._held = Holdings((), (), {}, {}, ())
         self._batch: Batch | None = None
         self._again: set[int] = set()  # started again in this iteration
-        self._sampled: dict[int, int] = {}
+        self._sampled: dict[int, int | None] = {}
         self._failing = self._iteration = self._idle = self._submitted = 0
         self._raised = False
         self._events: list[str] = []
@@ -117,11 +121,17 @@ class Watch:
         self._events.append(label)
 
     def submit(self, event: Submit) -> None:
+        """Only its first choice fails, and only where that was promised; a text that raises has no words here."""
+        fails_at = event.fails("sampling") if self._promises.survives_rows else None
+        if event.fail_at is not None and fails_at is None:
+            self._events[-1] += f" (fails by {event.fail_by})"
         for request in range(self._submitted, self._submitted + event.n):
             ask = asked(event, request, self._shape)
             reason = "not offered" if ask is None else self._offer(ask, event)
             if reason is not None:
                 self._events[-1] += f" (r{request} {reason})"
+            elif request == self._submitted:
+                self._known[request].fails_at = fails_at
         self._submitted += event.n
 
     def _offer(self, ask: Ask, event: Submit) -> str | None:
@@ -176,7 +186,7 @@ class Watch:
 
     # The model that is played ----------------------------------------------------------------------------------------
 
-    def _compute(self, batch: Batch) -> Mapping[int, int]:
+    def _compute(self, batch: Batch) -> Mapping[int, int | None]:
         if self._batch is not None:
             self._found("raises", "compute is called twice in one iteration")
         self._batch = batch
@@ -198,7 +208,9 @@ class Watch:
         for work in batch.work:
             self._say("writes", self._cache.wrong(work, self._known[work.request].alone))
             if work.samples:
-                self._sampled[work.request] = self._cache.read(work)
+                known = self._known[work.request]
+                known.dead = len(known.generated) + 1 == known.fails_at
+                self._sampled[work.request] = None if known.dead else self._cache.read(work)
         return dict(self._sampled)
 
     def _ledger(self) -> Holdings:
@@ -225,9 +237,9 @@ class Watch:
             if work.start < known.computed:
                 self._again.add(work.request)
             known.computed = work.start + len(work.tokens)
-            if work.request in self._sampled:
-                known.tokens.append(self._sampled[work.request])
-                self._callers[work.request].tokens.append(self._sampled[work.request])
+            if (token := self._sampled.get(work.request)) is not None:
+                known.tokens.append(token)
+                self._callers[work.request].tokens.append(token)
         for request, reason in told.ended:
             if request in self._known:
                 self._known[request].ends.append(reason)
@@ -251,6 +263,8 @@ class Watch:
         self._say("ledger", must.blocks(self._held, self._shape, self._promises))
         self._say("rows", must.rows(self._held, self._shape))
         self._say("solo", self._endings(told))
+        dead = [request for request, known in self._known.items() if known.dead and not known.ends]
+        self._say("solo", (f"r{request} has no token in this iteration, but is not told its end" for request in dead))
         deaf = [request for request, known in self._known.items() if known.aborted and not known.ends]
         self._say(
             "solo", (f"r{request} was aborted before this iteration, but is not told its end" for request in deaf)
@@ -277,8 +291,10 @@ class Watch:
             yield f"{name} ends with abort, but nobody aborted it"
         elif reason != "abort" and known.aborted:
             yield f"{name} was aborted before this iteration, but ends with {reason}"
-        elif reason == "error" and not self._raised:
-            yield f"{name} ends with error, but nothing raised"
+        elif known.dead and reason != "error" and not known.aborted:
+            yield f"{name} has no token in this iteration, but ends with {reason}"
+        elif reason == "error" and not self._raised and not known.dead:
+            yield f"{name} ends with error, but nothing raised and it has its token"
         elif reason not in ("abort", "error") and (known.generated, reason) != (tokens, alone):
             yield f"{name} is told {known.generated} and {reason}, alone {tokens} and {alone}"
         elif known.generated != tokens[: len(known.generated)]:
@@ -326,7 +342,7 @@ class Watch:
         step = step_of(self._held, before, self._batch, told, self._known)
         after = state_of(self._held, self._known)
         step["error"] = self._raised
-        step["sampled"] = sorted(self._sampled.items())
+        step["sampled"] = sorted((request, token) for request, token in self._sampled.items() if token is not None)
         self._steps.append(Step(self._iteration, tuple(self._events), step, after))
         self._events.clear()
         self._count(step, after)
@@ -334,6 +350,8 @@ class Watch:
     def _count(self, step: Mapping[str, Any], after: Mapping[str, Any]) -> None:
         seen = self._occurred
         seen["computed"] += bool(step["chunks"] or step["decodes"])
+        seen["failed step"] += self._raised
+        seen["row without a token"] += None in self._sampled.values()
         seen["copied"] += bool(self._batch and self._batch.copies)
         seen["ran beside another"] += len(after["rows"]) > 1
         seen["waited"] += bool(after["waiting"])

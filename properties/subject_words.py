@@ -24,6 +24,8 @@ class Known:
     started: bool = False
     ends: list[str] = attrs.field(factory=list)
     aborted: bool = False
+    fails_at: int | None = None  # at which generated token (from 1) it has none
+    dead: bool = False  # that has come
 
     @property
     def generated(self) -> tuple[int, ...]:

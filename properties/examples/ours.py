@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from engine.control.plan import Plan, Sampled
+from engine.control.plan import NO_TOKEN, Plan, Sampled
 from engine.control.request import Refusal
 from engine.control.scheduler import Submission
 from engine.engine import Engine
@@ -35,7 +35,8 @@ class Bridge:
         if not work or self.compute is None:
             return []
         sampled = self.compute(Batch(tuple(work)))
-        return [Sampled(sampled[self.names[entry.request]]) for entry in plan.sampling]
+        tokens = [sampled[self.names[entry.request]] for entry in plan.sampling]
+        return [Sampled(NO_TOKEN, failure="no token") if token is None else Sampled(token) for token in tokens]
 
     def _work(self, request: int, row: int, start: int, tokens: tuple[int, ...], samples: bool) -> Work:
         return Work(self.names[request], row, start, tokens, self._tables[request], samples)
@@ -43,7 +44,9 @@ class Bridge:
 
 class Ours:
     def __init__(self, shape: Shape) -> None:
-        self.promises = Promises(fifo=True, priorities=True, shares=shape.prefix_cache, survives=True)
+        self.promises = Promises(
+            fifo=True, priorities=True, shares=shape.prefix_cache, survives=True, survives_rows=True
+        )
         self._bridge = Bridge()
         self._engine = Engine(limits(shape), self._bridge)
         self._ids: dict[int, int] = {}  # the harness's name -> engine's id

@@ -76,7 +76,7 @@ class Running:
 
 
 class Slots:
-    promises = Promises(fifo=True, preempts=False, survives=True)
+    promises = Promises(fifo=True, preempts=False, survives=True, survives_rows=True)
 
     def __init__(self, shape: Shape, gaps: Gaps) -> None:
         self._shape = shape
@@ -166,13 +166,15 @@ class Slots:
             sampled = compute(batch)
         except ComputeFailed:
             return [(work.request, "error") for work in batch.work]
+        dead = {request for request, token in sampled.items() if token is None}
         planned = {work.request: work for work in batch.work}
         for running in self._running:
             if (work := planned.get(running.ask.request)) is not None:
                 running.computed += len(work.tokens)
-                running.tokens += [sampled[work.request]] if work.samples else []
-        told = [(running.ask.request, running.ended()) for running in self._running if running.ask.request in sampled]
-        return [(request, reason) for request, reason in told if reason is not None]
+                running.tokens += [token] if (token := sampled.get(work.request)) is not None else []
+        alive = [running for running in self._running if running.ask.request in sampled.keys() - dead]
+        told = [(running.ask.request, running.ended()) for running in alive]
+        return [(r, "error") for r in sorted(dead)] + [(r, reason) for r, reason in told if reason is not None]
 
     def _leave(self, gone: set[int]) -> None:
         for running in [running for running in self._running if running.ask.request in gone]:

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -249,6 +250,81 @@ def test_failing_steps_are_for_those_who_survive_them() -> None:
     assert outcome.first is None
     assert "finished: error" not in outcome.occurred
     assert any("(fail 1)" in step.events for step in outcome.steps)
+
+
+DEAD = Workload(
+    SHAPE, (Submit(0, (("a", 3),), 3, n=2, fail_at=2), Submit(0, (("b", 2),), 3), Submit(1, (("c", 4),), 1))
+)
+
+
+def ends(workload: Workload, make: MakeSubject) -> dict[int, tuple[str, int]]:
+    """Of each request the reason of its end and in which iteration."""
+    outcome = run_subject(workload, make)
+    assert outcome.first is None, outcome.first
+    return {request: (reason, s.iteration) for s in outcome.steps for request, reason in s.step["finished"]}
+
+
+@pytest.mark.parametrize("make", [slots.make, tidy.make, ours.make], ids=["slots", "tidy", "ours"])
+def test_a_request_without_a_token_ends_alone(make: MakeSubject) -> None:
+    """Its first choice, at that token; the others are told what they are told without it."""
+    healed = Workload(SHAPE, tuple(replace(e, fail_at=None) for e in DEAD.events if isinstance(e, Submit)))
+    told, whole = ends(DEAD, make), ends(healed, make)
+    assert (told[0][0], whole[0][0]) == ("error", "length")
+    assert told[0][1] < whole[0][1]
+    assert {request: end[0] for request, end in told.items() if request} == {1: "length", 2: "length", 3: "length"}
+    outcome = run_subject(DEAD, make)
+    assert outcome.occurred["row without a token"] == 1
+    sampled = [request for step in outcome.steps for request, _ in step.step["sampled"]]
+    assert (sampled.count(0), sampled.count(1)) == (1, 3)
+
+
+def test_rows_that_fail_are_for_those_who_survive_them() -> None:
+    for fragile, event in (
+        (twist(promises=Promises(survives=True)), DEAD.events[0]),
+        (slots.make, Submit(0, (("a", 3),), 3, fail_at=2, fail_by="text")),  # a subject makes no text
+    ):
+        outcome = run_subject(Workload(SHAPE, (event,)), fragile)
+        assert outcome.first is None
+        assert "row without a token" not in +outcome.occurred
+        assert "finished: error" not in outcome.occurred
+        assert any(f"(fails by {event.fail_by})" in told for step in outcome.steps for told in step.events)
+
+
+def blind(sampled: Mapping[int, int | None]) -> dict[int, int | None]:
+    return {request: 0 if token is None else token for request, token in sampled.items()}
+
+
+class Careless(Slots):
+    """Takes what it gets for a token, where there is none."""
+
+    def step(self, compute: Compute) -> Told:
+        return super().step(lambda batch: blind(compute(batch)))
+
+
+@pytest.mark.parametrize(
+    ("make", "words"),
+    [
+        (
+            lambda shape: Careless(shape, Gaps(shape.blocks)),
+            "r0 has no token in this iteration, but is not told its end",
+        ),
+        (
+            twist(told=lambda t: attrs.evolve(t, ended=tuple((r, "length") for r, _ in t.ended))),
+            "r0 has no token in this iteration, but ends with length",
+        ),
+        (
+            twist(
+                told=lambda t: attrs.evolve(t, ended=(*t.ended, (2, "error")) if (0, "error") in t.ended else t.ended)
+            ),
+            "r2 ends with error, but nothing raised and it has its token",
+        ),
+    ],
+    ids=["not told", "another end", "a neighbour too"],
+)
+def test_who_mishandles_a_request_without_a_token_is_found(make: MakeSubject, words: str) -> None:
+    found = run_subject(DEAD, make).first
+    assert found is not None
+    assert (found.check, found.headline) == ("solo", words)
 
 
 def test_the_budget_is_kept() -> None:
