@@ -13,10 +13,10 @@ from cyclopts import App, CycloptsError, Parameter
 from rich.console import Console
 
 from server.bench.own import Running, StartFailed, served
-from server.bench.plot import NoPlots
+from server.bench.plot import NoPlots, check_places
 from server.graphbench import report
 from server.graphbench.readings import Backwards
-from server.graphbench.run import ARMS, Arm, Plan, run_arms
+from server.graphbench.run import ARMS, Arm, Plan, options_of, run_arms
 from server.graphbench.verdict import Tolerance, judge
 
 app = App(
@@ -70,6 +70,11 @@ def graphbench(
     paced = tuple(_rate(rate) for rate in rates.split(",") if rate.strip())
     if clients < 2:
         raise Wrong(f"--clients is {clients}, but a crowd has at least 2")
+    if plot is not None and not paced:
+        raise Wrong(f"--plot is {plot}, but it draws latency over the rate, and --rates is empty")
+    if csv is not None and not csv.absolute().parent.is_dir():
+        raise Wrong(f"--csv is {csv}, but there is no folder {csv.absolute().parent}")
+    check_places(None, plot)
     plan = Plan(clients, paced, seconds, seed, solo)
     common = ["--seed", str(seed), "--max-num-seqs", str(max_num_seqs), *server]
     common += [] if model is None else ["--model", model]
@@ -77,7 +82,7 @@ def graphbench(
 
     @contextmanager
     def open_arm(arm: Arm) -> Iterator[Running]:
-        with served([*common, *arm.options]) as running:
+        with served(options_of(arm, common)) as running:
             yield running
 
     notes = Console(stderr=True)

@@ -97,6 +97,14 @@ async def health(url: str) -> dict[str, Any]:
         return dict((await client.get(f"{url}/health")).raise_for_status().json())
 
 
+async def compute_path(url: str) -> str:
+    """Device, type, threads and kernels, in words: what the bytes of an answer may depend on, and the same for every arm but
+    those that are told to compute otherwise."""
+    async with httpx2.AsyncClient(timeout=_TIMEOUT) as client:
+        told = (await client.get(f"{url}/server_info")).raise_for_status().json()["capacity"]
+    return ", ".join(told[part] for part in ("compute", "device") if part in told)
+
+
 async def idle_readings(url: str, patience: float = 30.0) -> dict[str, Any]:
     """The readings of an idle engine. Raises ``TimeoutError`` when it does not become idle."""
     end = time.monotonic() + patience

@@ -13,9 +13,12 @@ from rich import box
 from rich.console import Console
 from rich.table import Table
 
-from server.bench.plot import NoPlots
+from server.bench.plot import pyplot
+from server.graphbench.clients import Said
 from server.graphbench.readings import Happened
-from server.graphbench.verdict import ArmRun, Complaint, Paced, ratio_of, unequal
+from server.graphbench.verdict import ArmRun, Complaint, Paced, promised_equal, ratio_of, unequal
+
+DODGE = 0.06  # of the way from one rate to the next, between the points of two arms
 
 
 def show(arms: Sequence[ArmRun], complaints: Sequence[Complaint], console: Console) -> None:
@@ -23,14 +26,27 @@ def show(arms: Sequence[ArmRun], complaints: Sequence[Complaint], console: Conso
     if arms[0].paced:
         console.print(_rates(arms))
     for other in arms[1:]:
-        different = unequal(arms[0].crowd, other.crowd)
-        equal = len(arms[0].crowd) - len(different)
-        console.print(f"{arms[0].name} and {other.name}: {equal} of {len(arms[0].crowd)} answers equal to the byte")
+        console.print(f"{arms[0].name} and {other.name}: {_equal(arms[0], other)}", markup=False, soft_wrap=True)
+    for arm in arms:
+        if arm.alone:
+            console.print(f"{arm.name} in the crowd and alone: {_counted(arm.crowd, arm.alone)}")
     for complaint in complaints:
         label = "WORSE" if complaint.kind == "worse" else "SAYS NOTHING"
         console.print(f"{label}  {complaint.check}: {complaint.text}", markup=False, soft_wrap=True)
     if not complaints:
         console.print("all checks hold")
+
+
+def _equal(first: ArmRun, other: ArmRun) -> str:
+    told = _counted(first.crowd, other.crowd)
+    if promised_equal(first, other):
+        return told
+    same = sum(a.tokens == b.tokens and a.error is None for a, b in zip(first.crowd, other.crowd, strict=True))
+    return f"{told}, {same} in their tokens; none is promised between {first.compute} and {other.compute}"
+
+
+def _counted(some: Sequence[Said], others: Sequence[Said]) -> str:
+    return f"{len(some) - len(unequal(some, others))} of {len(some)} answers equal to the byte"
 
 
 def _arms(arms: Sequence[ArmRun]) -> Table:
@@ -109,6 +125,7 @@ def _plain(arm: ArmRun) -> dict[str, Any]:
         "name": arm.name,
         "boot_s": arm.boot_s,
         "memory_mib": arm.memory_mib,
+        "compute": arm.compute,
         "promises": dict(arm.promises),
         "clients": len(arm.crowd),
         "crowd": attrs.asdict(arm.crowd_happened) | {"peak_rows": arm.crowd_happened.peak_rows},
@@ -137,27 +154,27 @@ def table_of(arms: Sequence[ArmRun]) -> str:
 
 def plot(arms: Sequence[ArmRun], path: Path) -> None:
     """ITL and TTFT over the rate, one pair of lines per arm. Raises ``NoPlots``, and ``ValueError`` for the ending."""
-    try:
-        import matplotlib as mpl
-    except ModuleNotFoundError:
-        raise NoPlots("--plot needs matplotlib: pip install 'lockstep-engine[plot]'") from None
-    mpl.use("agg")
-    from matplotlib import pyplot as plt
-
-    figure, axes = plt.subplots(1, 2, figsize=(10, 4), layout="constrained")
+    plt = pyplot()
+    rates = [f"{paced.rate:g}" for paced in arms[0].paced]
+    figure, axes = plt.subplots(1, 2, figsize=(10, 4.5), layout="constrained")
     for number, arm in enumerate(arms):
+        # Side by side, so that arms that are equally quick are all seen.
+        places = [place + DODGE * (number - (len(arms) - 1) / 2) for place in range(len(rates))]
         for axis, name in zip(axes, ("itl", "ttft"), strict=True):
-            for quantile, style in (("p50", "--"), ("p99", "-")):
+            for quantile, line, fill in (("p50", "--", "none"), ("p99", "-", "full")):
                 values = [paced.summary.latencies[name][quantile] for paced in arm.paced]
-                rates = [paced.rate for paced in arm.paced]
-                axis.plot(rates, values, style, marker="o", color=f"C{number}", label=f"{arm.name} {quantile}")
+                style = {"linestyle": line, "marker": "o", "fillstyle": fill, "color": f"C{number}"}
+                axis.plot(places, values, label=f"{arm.name} {quantile}", **style)
     for axis, title in zip(axes, ("inter-token latency, ms", "time to first token, ms"), strict=True):
         axis.set_xlabel("requests per second")
-        axis.set_xticks([paced.rate for paced in arms[0].paced], [f"{paced.rate:g}" for paced in arms[0].paced])
+        axis.set_xticks(range(len(rates)), rates)
+        axis.set_xlim(-0.5, len(rates) - 0.5)
         axis.set_ylabel(title)
         axis.set_ylim(bottom=0)
-        axis.grid(alpha=0.3)
-        axis.legend()
+        axis.grid(axis="y", alpha=0.3)
+    pairs = [f"{arms[0].name} and {other.name}: {_counted(arms[0].crowd, other.crowd)}" for other in arms[1:]]
+    figure.suptitle("\n".join(pairs), fontsize="medium")
+    figure.legend(*axes[0].get_legend_handles_labels(), loc="outside lower center", ncols=len(arms))
     try:
         figure.savefig(path, dpi=120)
     finally:

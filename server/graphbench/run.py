@@ -19,7 +19,7 @@ from server.bench.client import Answer, Target
 from server.bench.own import Running
 from server.bench.requests import Ask as PacedAsk
 from server.bench.summary import summarise
-from server.graphbench.clients import Ask, Said, alone, clients, crowd, health, idle_readings
+from server.graphbench.clients import Ask, Said, alone, clients, compute_path, crowd, health, idle_readings
 from server.graphbench.readings import Happened, between, total
 from server.graphbench.verdict import ArmRun, Paced
 
@@ -32,6 +32,11 @@ ARMS: Mapping[str, tuple[str, ...]] = {
     "eager": ("--enforce-eager",),
     "free-rows": ("--no-persistent-batch",),
     "no-cache": ("--no-enable-prefix-caching",),
+    "compiled": (
+        "--compute",
+        "auto",
+    ),  # the kernels compiled for this machine, where --server=--compute=torch is common
+    "torch": ("--compute", "torch"),
 }
 
 
@@ -43,6 +48,25 @@ class Arm:
     @property
     def replays(self) -> bool:
         return "--enforce-eager" not in self.options
+
+    @property
+    def computes_otherwise(self) -> bool:
+        """Whether it may have kernels of its own: then no equal bytes are promised."""
+        return "--compute" in self.options
+
+
+def options_of(arm: Arm, common: Sequence[str]) -> list[str]:
+    """What the arm's server is started with: where it and ``common`` name the same option, the arm's own, since a server takes an
+    option once. A value stands behind ``=`` or is the next word."""
+    own = {option.removeprefix("--no-").removeprefix("--") for option in arm.options if option.startswith("--")}
+    kept: list[str] = []
+    dropped = False
+    for word in common:
+        if word.startswith("--"):
+            dropped = word.partition("=")[0].removeprefix("--no-").removeprefix("--") in own
+        if not dropped:
+            kept.append(word)
+    return [*kept, *arm.options]
 
 
 @attrs.frozen
@@ -110,6 +134,8 @@ async def _crowded(arm: Arm, plan: Plan, running: Running, progress: Progress) -
         boot_s=running.start_seconds,
         memory_mib=None,
         promises=promises,
+        compute=await compute_path(url),
+        computes_otherwise=arm.computes_otherwise,
         crowd=said,
         crowd_happened=happened,
         alone=lonely,

@@ -34,7 +34,8 @@ class Paced:
 
 @attrs.frozen
 class ArmRun:
-    """Everything that one arm gave. ``alone`` is empty when no pass without neighbours was asked for."""
+    """Everything that one arm gave. ``alone`` is empty when no pass without neighbours was asked for. ``compute``: the compute
+    path, in words; with ``computes_otherwise`` the arm was told to have one of its own."""
 
     name: str
     replays: bool  # whether it was told to replay
@@ -46,6 +47,8 @@ class ArmRun:
     crowd_happened: Happened
     alone: Sequence[Said] = ()
     paced: Sequence[Paced] = ()
+    compute: str = ""
+    computes_otherwise: bool = False
 
     @property
     def happened(self) -> tuple[Happened, ...]:
@@ -84,6 +87,11 @@ def judge(graphs: ArmRun, other: ArmRun, tolerance: Tolerance) -> list[Complaint
     return [*_void(graphs, other, tolerance), *_worse(graphs, other, tolerance)]
 
 
+def promised_equal(one: ArmRun, other: ArmRun) -> bool:
+    """Whether both must give the same bytes: not where one was told to compute otherwise, and does."""
+    return one.compute == other.compute or not (one.computes_otherwise or other.computes_otherwise)
+
+
 def _void(graphs: ArmRun, other: ArmRun, tolerance: Tolerance) -> list[Complaint]:
     found: list[Complaint] = []
 
@@ -106,6 +114,8 @@ def _void(graphs: ArmRun, other: ArmRun, tolerance: Tolerance) -> list[Complaint
         void("nothing replayed", f"{graphs.name} replayed none of {graphs.crowd_happened.decode_steps} decode steps")
     if other.crowd_happened.replayed and not other.replays:
         void("not eager", f"{other.name} replayed {other.crowd_happened.replayed} steps, but was told to replay none")
+    if graphs.compute != other.compute and promised_equal(graphs, other):
+        void("different compute", f"{graphs.name} computes on {graphs.compute}, {other.name} on {other.compute}")
     for mine, theirs in zip(graphs.happened, other.happened, strict=True):
         if mine.sampled_tokens != theirs.sampled_tokens:
             tokens = f"{graphs.name} sampled {mine.sampled_tokens} tokens, {other.name} {theirs.sampled_tokens}"
@@ -120,7 +130,7 @@ def _worse(graphs: ArmRun, other: ArmRun, tolerance: Tolerance) -> list[Complain
         found.append(Complaint("worse", check, text))
 
     for name, mine, theirs in (("crowd", graphs.crowd, other.crowd), ("alone", graphs.alone, other.alone)):
-        if different := answered_differently(mine, theirs):
+        if promised_equal(graphs, other) and (different := answered_differently(mine, theirs)):
             worse("answers differ", f"{name}: {_clients(different)} differ between {graphs.name} and {other.name}")
     for arm in (graphs, other):
         if arm.alone and (different := answered_differently(arm.crowd, arm.alone)):

@@ -19,6 +19,7 @@ from server.graphbench import report
 from server.graphbench.cli import main
 from server.graphbench.clients import Said, clients
 from server.graphbench.readings import Backwards, Happened, between, total
+from server.graphbench.run import ARMS, Arm, options_of
 from server.graphbench.verdict import ArmRun, Paced, Tolerance, judge, ratio_of
 
 SAID = tuple(Said((n, n + 1), ("d", f"{n}"), "text", "length") for n in range(4))
@@ -103,6 +104,7 @@ CASES: list[tuple[str, str, Callable[[], tuple[ArmRun, ArmRun]]]] = [
     ("void", "different work", lambda: (graphs(), eager(crowd_happened=eager_steps(sampled_tokens=27)))),
     ("void", "too few samples", lambda: (graphs(paced=[paced(happened(), each=2)]), eager())),
     ("void", "not eager", lambda: (graphs(), eager(crowd_happened=happened()))),
+    ("void", "different compute", lambda: (graphs(compute="native"), eager(compute="torch"))),
     ("void", "failed", lambda: (graphs(), eager(crowd=BROKEN, alone=BROKEN))),
 ]
 
@@ -114,6 +116,20 @@ def test_each_check_fires(kind: str, check: str, make: Callable[[], tuple[ArmRun
     found = judge(*make(), Tolerance())
     assert (kind, check) in {(complaint.kind, complaint.check) for complaint in found}
     assert {complaint.check for complaint in found} == {check}
+
+
+def test_equal_bytes_are_promised_of_one_compute_path() -> None:
+    """An arm that is told to compute otherwise may answer otherwise; of any other arm that would be a void pair."""
+    native = graphs(compute="native kernels, cpu", alone=())
+    torch = eager(compute="torch kernels, cpu", alone=(), crowd=ANOTHER)
+    told = {complaint.check for complaint in judge(native, torch, Tolerance())}
+    assert told == {"different compute", "answers differ"}
+    otherwise = attrs.evolve(torch, computes_otherwise=True)
+    assert judge(native, otherwise, Tolerance()) == []
+    same = attrs.evolve(otherwise, compute=native.compute)
+    assert {complaint.check for complaint in judge(native, same, Tolerance())} == {"answers differ"}
+    crowded = attrs.evolve(otherwise, alone=SAID)
+    assert {complaint.check for complaint in judge(native, crowded, Tolerance())} == {"crowd differs from alone"}
 
 
 def test_an_arm_that_replays_nothing_says_nothing_about_replays() -> None:
@@ -173,7 +189,7 @@ def test_the_same_seed_asks_the_same() -> None:
 
 
 def test_what_people_and_machines_read(tmp_path: Path) -> None:
-    arms = [graphs(), eager(crowd=ANOTHER, alone=ANOTHER)]
+    arms = [graphs(compute="native"), eager(compute="native", crowd=ANOTHER, alone=ANOTHER)]
     complaints = judge(arms[0], arms[1], Tolerance())
     console = Console(record=True, width=120, file=io.StringIO())
     report.show(arms, complaints, console)
@@ -183,17 +199,35 @@ def test_what_people_and_machines_read(tmp_path: Path) -> None:
     document = json.loads(json.dumps(report.document(arms, complaints)))
     assert (document["holds"], document["equal_answers"]) == (False, {"eager": 3})
     assert report.table_of(arms).splitlines()[1].startswith("graphs,1,")
+    assert "graphs in the crowd and alone: 4 of 4 answers equal to the byte" in text
+    otherwise = attrs.evolve(arms[1], compute="torch", computes_otherwise=True)
+    report.show([arms[0], otherwise], [], console)
+    words = "graphs and eager: 3 of 4 answers equal to the byte, 3 in their tokens; none is promised between native and torch"
+    assert words in console.export_text()
     report.plot(arms, tmp_path / "p.png")
     assert (tmp_path / "p.png").read_bytes().startswith(b"\x89PNG")
+
+
+def test_an_arm_overrides_what_is_common() -> None:
+    """A server takes an option once, and refuses it a second time."""
+    common = ["--seed", "0", "--compute=torch", "--no-persistent-batch", "--compute", "native", "--threads", "1"]
+    compiled, free = (Arm(name, ARMS[name]) for name in ("compiled", "free-rows"))
+    kept = ["--seed", "0", "--no-persistent-batch", "--threads", "1"]
+    assert options_of(compiled, common) == [*kept, "--compute", "auto"]
+    assert options_of(free, [*kept, "--persistent-batch"]) == ["--seed", "0", "--threads", "1", "--no-persistent-batch"]
+    assert options_of(Arm("graphs", ()), common) == common
 
 
 @pytest.mark.parametrize(
     ("options", "says"),
     [
         (["--arms", "graphs"], "at least two"),
-        (["--arms", "graphs,compiled"], "'compiled'"),
+        (["--arms", "graphs,quick"], "'quick', but must hold graphs, eager, free-rows, no-cache, compiled, torch"),
         (["--rates", "fast"], "'fast'"),
         (["--clients", "1"], "--clients is 1"),
+        (["--plot", "p.png", "--rates", ""], "--rates is empty"),
+        (["--plot", "p.jpgg"], "--plot is p.jpgg, but its name must end in one of"),
+        (["--csv", "nowhere/p.csv"], "--csv is nowhere/p.csv, but there is no folder"),
     ],
 )
 def test_wrong_options_are_one_sentence(options: list[str], says: str, capsys: pytest.CaptureFixture[str]) -> None:
