@@ -136,13 +136,12 @@ class Submit:
         for name in ("stop_at", "stop_text", "fail_at"):
             if getattr(self, name) is not None:
                 _number(getattr(self, name), f"submit.{name}", 1)
-        if self.fail_by not in FAILURES:
-            raise FormatError(f"submit.fail_by is {self.fail_by!r}, but must be one of {', '.join(FAILURES)}")
+        for name, allowed in (("fail_by", FAILURES), ("client", CLIENTS)):
+            if getattr(self, name) not in allowed:
+                raise FormatError(f"submit.{name} is {getattr(self, name)!r}, but must be one of {', '.join(allowed)}")
         for name in ("include_stop", "takes_hits"):
             if not isinstance(getattr(self, name), bool):
                 raise FormatError(f"submit.{name} is {getattr(self, name)!r}, but must be true or false")
-        if self.client not in CLIENTS:
-            raise FormatError(f"submit.client is {self.client!r}, but must be one of {', '.join(CLIENTS)}")
         _number(self.priority, "submit.priority", *INT32)
         _number(self.min_tokens, "submit.min_tokens", 0)
         _number(self.n, "submit.n", 1, 64)
@@ -213,15 +212,12 @@ class Workload:
     digests: tuple[str, ...] = ()
 
     def __post_init__(self) -> None:
-        _text(self.title, "title")
-        if self.fault is not None:
-            _text(self.fault, "fault")
+        fault = () if self.fault is None else ((self.fault, "fault"),)
+        for text, where in ((self.title, "title"), *fault, *((digest, "digests") for digest in self.digests)):
+            _text(text, where)
         for key, entry in (self.found or {}).items():
             _text(key, "a key of found")
-            if isinstance(entry, str):
-                _text(entry, f"found.{key}")
-        for entry in self.digests:
-            _text(entry, "digests")
+            _text("" if isinstance(entry, int) else entry, f"found.{key}", "text or an integer")
 
     def titled(self, title: str, *, fault: str | None = None, found: Mapping[str, str | int] | None = None) -> Workload:
         """The same run under another title and provenance."""
@@ -305,7 +301,7 @@ def loads(text: str, *, upgrades: Mapping[str, Upgrade] = UPGRADES) -> Workload:
         events=tuple(_event(entry, number) for number, entry in enumerate(_list(document["events"], "events"), 1)),
         title=document.get("title", ""),
         fault=document.get("fault"),
-        found=_found(document.get("found")),
+        found=None if document.get("found") is None else _object(document["found"], "found"),
         digests=tuple(_list(document.get("digests", []), "digests")),
     )
 
@@ -404,16 +400,6 @@ def _submit(wait: int, given: dict[str, Any]) -> Submit:
     return Submit(wait, **{**given, "prompt": tuple(prompt)})
 
 
-def _found(value: object) -> dict[str, str | int] | None:
-    if value is None:
-        return None
-    given = _object(value, "found")
-    for key, entry in given.items():
-        if not isinstance(entry, (str, int)):
-            raise FormatError(f"found.{key} is {entry!r}, but must be text or an integer")
-    return given
-
-
 # What may stand where --------------------------------------------------------------------------------------------
 
 
@@ -440,13 +426,11 @@ def _once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     return given
 
 
-def _text(value: object, where: str) -> str:
-    """Unicode text: half of a surrogate pair could be neither written nor hashed."""
+def _text(value: object, where: str, allowed: str = "text") -> None:
     if not isinstance(value, str):
-        raise FormatError(f"{where} is {value!r}, but must be text")
+        raise FormatError(f"{where} is {value!r}, but must be {allowed}")
     if not value.isascii() and (half := next((char for char in value if "\ud800" <= char <= "\udfff"), None)):
         raise FormatError(f"{where} is {value!r}, but must be Unicode text, and {half!r} is half of a surrogate pair")
-    return value
 
 
 def _list(value: object, where: str) -> list[Any]:

@@ -42,8 +42,9 @@ from properties.wire_loop import QuietLoop
 if TYPE_CHECKING:
     from engine.loading.model import LoadedModel
     from server.answer import Answer
-    from server.bridge import Bridge, StepTimes
+    from server.bridge import Bridge
     from server.context import Context
+    from server.sinks import StepTimes
 
 T = TypeVar("T")
 SPECS = ("2.3", "2.4")

@@ -20,9 +20,8 @@ import time
 from collections import Counter
 from collections.abc import Callable, Sequence
 from functools import partial
-from typing import TYPE_CHECKING, Any, Protocol, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
-import attrs
 import structlog
 
 from engine.control.plan import Sampled
@@ -33,6 +32,7 @@ from server.check import Checker
 from server.errors import ApiError
 from server.live import Choice, Generation, broken_text, failure
 from server.phase import Phase, refusal_in
+from server.sinks import Sink, StepTimes
 
 if TYPE_CHECKING:
     from engine.engine import Engine
@@ -40,26 +40,6 @@ if TYPE_CHECKING:
 log = structlog.get_logger("lockstep.engine")
 T = TypeVar("T")
 _GOOD = ("stop", "length")  # the engine's reasons of an end after which an answer may still fail
-
-
-@attrs.define
-class StepTimes:
-    """What the clock saw of one step, for metrics. Seconds; one entry per token or request."""
-
-    first_tokens: list[float] = attrs.field(factory=list)
-    between_tokens: list[float] = attrs.field(factory=list)
-    ends: list[float] = attrs.field(factory=list)
-    judged: list[str] = attrs.field(factory=list)  # the engine's reasons of ends that count in Bridge.told instead
-    prompt_tokens: int = 0
-    text: float = 0.0  # incremental text of requests with stop strings, on the engine thread (rule 13)
-
-
-class Sink(Protocol):
-    """Told of every step on the engine thread, between two iterations. What it raises is logged and goes no further."""
-
-    def step(self, engine: Engine, record: StepRecord, times: StepTimes) -> Callable[[], None] | None:
-        """What it returns is called on the event loop, behind the tokens of this step, and holds up no iteration."""
-        ...
 
 
 class _TimedText:
@@ -232,10 +212,8 @@ class Bridge:
             await self._changed.wait()
         return self.phase
 
-    def _arrive(
-        self, generation: Generation, choice: Choice, token: Sampled | None, piece: str, end: Finished | None
-    ) -> None:
-        generation.arrive(choice, token, piece, end)
+    def _arrive(self, generation: Generation, choice: Choice, *news: Any) -> None:
+        generation.arrive(choice, *news)
         if generation.closed:
             self._tell(generation, choice)
 

@@ -26,10 +26,11 @@ from sse_starlette.event import ServerSentEvent
 
 from engine.control.record import StepRecord
 from server.answer import frame
-from server.bridge import Bridge, StepTimes
+from server.bridge import Bridge
 from server.errors import ApiError
 from server.metrics import Reading
 from server.phase import Phase
+from server.sinks import StepTimes
 
 if TYPE_CHECKING:
     from engine.engine import Engine

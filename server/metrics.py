@@ -19,9 +19,9 @@ from prometheus_client.registry import Collector
 
 from engine.control.counters import Counters
 from engine.control.record import StepRecord
-from server.bridge import StepTimes
 from server.check import Checker
 from server.outlet import Outlet
+from server.sinks import StepTimes
 
 if TYPE_CHECKING:
     from engine.engine import Engine

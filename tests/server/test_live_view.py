@@ -12,10 +12,10 @@ import pytest
 
 from engine.control.record import Ledger
 from server import live_view
-from server.bridge import StepTimes
 from server.errors import ApiError
 from server.live_view import BLANK, CACHED, LOST, Glimpse, LiveView, runs
 from server.phase import Phase
+from server.sinks import StepTimes
 from tests.server.stub import stub_engine
 from tests.server.world import World
 
