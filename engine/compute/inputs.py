@@ -55,7 +55,6 @@ class StaticInputs:
         staged = device.type == "cuda" if staged is None else staged
         self._upload = Upload(sum(rows * (width if e.wide else 1) for e in self.padding), device) if staged else None
         self.host: dict[str, Tensor] = {}
-        self.device: dict[str, Tensor] = {}
         # The host's memory again. Numpy writes it at less cost than torch, and single cells cost least as those of a memoryview:
         # after a step of kernels, each library function that is entered is first fetched into the caches.
         self._arrays: dict[str, npt.NDArray[np.int64]] = {}
@@ -64,7 +63,6 @@ class StaticInputs:
             shape = (rows, width) if entry.wide else (rows,)
             host = torch.full(shape, entry.fill, dtype=torch.int64)
             self.host[entry.name] = host
-            self.device[entry.name] = host
             array = self._arrays[entry.name] = host.numpy()
             self._cells[entry.name] = array.reshape(-1).data
 
@@ -83,7 +81,7 @@ class StaticInputs:
                 host, value = host[:, :width], value[:, :width]
             host[:n] = value
             host[n:] = entry.fill
-        self._send(rows, width)
+        self.send(rows, width)
 
     def go_on(
         self,
@@ -104,11 +102,12 @@ class StaticInputs:
             slots[row] = entered[row] if row in entered else slots[row] + 1
         for row, table in grown.items():
             self._arrays["tables"][row, :width] = table[:width]
-        self._send(rows, width)
+        self.send(rows, width)
 
-    def _send(self, rows: int, width: int) -> None:
+    def send(self, rows: int, width: int) -> None:
+        """What was written into ``host`` to where a step of this shape reads it, if that is elsewhere."""
         if self._upload is not None:
-            written = {entry.name: self._view(self.host, entry, rows, width).numpy() for entry in self.padding}
+            written = {entry.name: self._view(entry, rows, width).numpy() for entry in self.padding}
             self._upload.write(written)
 
     def step(self, rows: int, width: int) -> tuple[Tokens, Tensor]:
@@ -117,12 +116,11 @@ class StaticInputs:
             shapes = {entry.name: (rows, width) if entry.wide else (rows,) for entry in self.padding}
             views = self._upload.views(shapes)
         else:
-            views = {entry.name: self._view(self.device, entry, rows, width) for entry in self.padding}
+            views = {entry.name: self._view(entry, rows, width) for entry in self.padding}
         return Tokens(views["tokens"], views["positions"], views["slots"]), views["tables"]
 
-    @staticmethod
-    def _view(buffers: dict[str, Tensor], entry: Padding, rows: int, width: int) -> Tensor:
-        buffer = buffers[entry.name]
+    def _view(self, entry: Padding, rows: int, width: int) -> Tensor:
+        buffer = self.host[entry.name]
         return buffer[:rows, :width] if entry.wide else buffer[:rows]
 
 

@@ -143,14 +143,14 @@ def _steps(network: Network, inputs: StaticInputs, shape: Shape) -> Iterable[Ste
 
     highest = {"tokens": network.vocab_size - 1, "slots": network.pool.trash_slot, "tables": network.pool.trash_block}
     for last in (False, True):
-        for buffers in (inputs.host, inputs.device):
-            for name, buffer in buffers.items():
-                if not last:
-                    buffer.zero_()
-                elif name in highest:
-                    buffer.fill_(highest[name])
-                else:  # positions, a different one in each row
-                    buffer.copy_(torch.arange(1, len(buffer) + 1))
+        for name, buffer in inputs.host.items():
+            if not last:
+                buffer.zero_()
+            elif name in highest:
+                buffer.fill_(highest[name])
+            else:  # positions, a different one in each row
+                buffer.copy_(torch.arange(1, len(buffer) + 1))
+        inputs.send(*shape)
         yield step
 
 

@@ -132,7 +132,7 @@ STAGING = in_area(
         "N65",
         "a step that goes on from the one before is written, but not sent to the device",
         ("writes", "solo"),
-        line(INPUTS, "go_on", "self._send(rows, width)", "pass"),
+        line(INPUTS, "go_on", "self.send(rows, width)", "pass"),
         rules=("12.6",),
     ),
     Fault(

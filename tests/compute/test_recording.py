@@ -15,6 +15,7 @@ import torch
 from engine.build import assemble
 from engine.capture_plan import CALLS
 from engine.compute.graphs import Do
+from engine.compute.inputs import StaticInputs
 from engine.compute.network import Tokens
 from engine.compute.recording import OpenShapes, Walk, corners, difference, refuse_open_shapes, walk
 from engine.compute.runner import PlanRunner
@@ -40,18 +41,26 @@ def made(compute: str, **settings: Any) -> Engine:
     )
 
 
-@pytest.fixture(scope="module", params=["torch", "native"])
+@pytest.fixture(scope="module", params=["torch", "native", "staged"])
 def engine(request: pytest.FixtureRequest) -> Iterator[Engine]:
+    """``staged``: a step reads its inputs in memory of their own, as on a GPU."""
     with torch.inference_mode():
-        yield made(request.param)
+        made_one = made("torch" if request.param == "staged" else request.param)
+        if request.param == "staged":
+            runner = made_one.runner
+            assert isinstance(runner, PlanRunner)
+            rows, width = runner.inputs.host["tables"].shape
+            runner.inputs = StaticInputs(rows, width, runner.pool, torch.device("cpu"), staged=True)
+        yield made_one
 
 
 def walked(engine: Engine, shape: tuple[int, int], **values: int) -> Walk:
     """What a recorder keeps of a step of ``shape`` whose inputs hold ``values``."""
     runner = engine.runner
     assert isinstance(runner, PlanRunner)
-    for name, buffer in runner.inputs.device.items():
+    for name, buffer in runner.inputs.host.items():
         buffer.fill_(values.get(name, 0))
+    runner.inputs.send(*shape)
     tokens, tables = runner.inputs.step(*shape)
 
     def step(do: Do) -> None:
