@@ -59,10 +59,12 @@ stage() {
     timeout --kill-after=10 "$limit" "$@" || failed="$failed
   '$*' ended with status $? (124: over its limit of $limit)"
 }
-stage 60 "$PYTHON" ci/triton_errors.py
-stage 150 "$PYTHON" -m pytest -q -m gpu tests/compute tests/sampling tests/triton properties/test_gpu.py
-stage 60 "$PYTHON" -m pytest -q -m "not slow and not gpu" tests/triton tests/conformance/test_hf_parity.py
-stage 120 sh -c '"$0" ci/gpu_model.py "$1" && "$0" -m server graphbench --model "$1" --server=--device=cuda --rates 4,16 --seconds 8' \
-    "$PYTHON" "$site/model"
-stage 150 "$PYTHON" ci/gpu_table.py
+stage 75 "$PYTHON" ci/triton_errors.py
+stage 145 "$PYTHON" -m pytest -q -n 4 -m gpu tests/compute tests/sampling tests/triton properties/test_gpu.py
+# What is slow in the interpreter is quick on a GPU, so the slow tests run there, too.
+stage 75 "$PYTHON" -m pytest -q -n 8 -m "not gpu" tests/triton tests/conformance/test_hf_parity.py
+# A short context, since every width of it is recorded, twice, before the first request.
+stage 105 sh -c '"$0" ci/gpu_model.py "$1" && "$0" -m server graphbench --model "$1" --server=--device=cuda \
+    --server=--max-model-len=256 --rates 16,64 --seconds 8' "$PYTHON" "$site/model"
+stage 140 "$PYTHON" ci/gpu_table.py
 [ -z "$failed" ] || { printf 'ci/gpu.sh: failed:%s\n' "$failed" >&2; exit 1; }

@@ -126,7 +126,9 @@ def test_graphbench_is_asked_for_what_it_knows_and_over_a_model_that_is_made_on_
     passes = 2 * len(told["rates"].split(","))  # both arms, one after the other
     assert passes * told["seconds"] <= 40
     fewest = min(map(float, told["rates"].split(","))) * told["seconds"]
-    assert fewest * 8 > 200  # a p99 needs samples, and no answer is shorter than 8
+    # A p99 needs 200 samples. No answer is shorter than 8, and of a server that is quicker than its clients several tokens
+    # arrive at once.
+    assert fewest * 8 > 5 * 200
     assert gpu_model.main([str(tmp_path / "model")], {"max_position_embeddings": 128}) == 0
     assert load_model(str(tmp_path / "model")).config.max_position_embeddings == 128
 

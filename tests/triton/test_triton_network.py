@@ -3,19 +3,23 @@
 from __future__ import annotations
 
 import functools
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from transformers import AutoModelForCausalLM
 
 from ci.triton_errors import device
 from engine.control.limits import Limits
 from engine.control.plan import Replay
 from engine.cuda.runner import TritonRunner
 from engine.cuda.weights import TritonWeights, load_triton
+from engine.loading import load_model
 from engine.loading.synthetic import synthetic_model
 from tests.compute import driver as driving
 from tests.compute.driver import Driver, text
+from tests.models import write_folder
 
 pytestmark = [
     pytest.mark.filterwarnings("ignore:invalid value encountered in divide:RuntimeWarning"),
@@ -67,6 +71,33 @@ def test_the_numbers_of_the_torch_path(name: str) -> None:
     theirs = numbers(logits(driving.shared_weights(name), tokens))
     assert torch.allclose(ours, theirs, atol=2e-5, rtol=0), (ours - theirs).abs().max()
     assert theirs.std() > 1
+
+
+OF_TRANSFORMERS: dict[str, tuple[str, dict[str, Any]]] = {
+    "llama": ("llama", {}),
+    "mistral": ("mistral", {"sliding_windows": (9, 9)}),
+    "qwen2": ("qwen2", {}),
+    "qwen3": ("qwen3", {"head_dim": 32}),
+}
+
+
+@pytest.mark.parametrize(
+    "name", [name if name == "mistral" else pytest.param(name, marks=pytest.mark.slow) for name in OF_TRANSFORMERS]
+)
+def test_the_numbers_of_transformers(name: str, tmp_path: Path) -> None:
+    """One folder, read by both; what each token of the prompt and each decoded one makes likely."""
+    family, overrides = OF_TRANSFORMERS[name]
+    folder, tokens = write_folder(tmp_path, family, **overrides), text(1, LENGTH)
+    ids = torch.tensor([tokens])
+    reference = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, attn_implementation="eager")
+    with torch.inference_mode():
+        theirs = reference.train(False)(ids, attention_mask=torch.ones_like(ids)).logits[0, PROMPT - 1 :]
+    ours = numbers(logits(load_triton(load_model(str(folder)), device(), torch.float32), tokens, chunk=4))
+    assert ours.shape == theirs.shape
+    assert (ours - theirs).abs().max() < 1e-4
+    assert theirs.std() > 1
+    other = numbers(logits(load_triton(synthetic_model(family, seed=1, **overrides), device(), torch.float32), tokens))
+    assert (other - theirs).abs().max() > 1
 
 
 @pytest.mark.slow
