@@ -14,7 +14,7 @@ from typing import Any, ClassVar
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, precondition, rule
 
-from engine.trace import Abort, Event, FailStep, Shape, Submit, Workload, prompt_tokens
+from engine.trace import FAILURES, Abort, Event, FailStep, Shape, Submit, Workload, prompt_tokens
 from model_sim.model import Refused
 from properties.lockstep import model_of
 from properties.solo import AffineOracle
@@ -54,6 +54,7 @@ class Rules(RuleBasedStateMachine):
         self.events: list[Event] = []
         self.asked: dict[int, Submit] = {}  # by request
         self.states: list[dict[str, Any]] = []  # after each iteration
+        self._dead: dict[int, int] = {}  # request -> at which generated token its row cannot be sampled
         self._submitted = self._waited = self._failing = 0
         self._state = self.model.state()
 
@@ -107,6 +108,28 @@ class Rules(RuleBasedStateMachine):
         before = self.asked[data.draw(st.sampled_from(over))]
         self._submit("ask_again", Submit(self._wait(), before.prompt, before.max_tokens, n=before.n))
 
+    @precondition(lambda self: self._state["status"])
+    @rule(blocks=small, at=small, by=st.sampled_from(FAILURES))
+    def submit_one_that_cannot_go_on(self, blocks: int, at: int, by: str) -> None:
+        """Beside others. Its prompt ends at a block border, so that with its first token it also publishes."""
+        prompt = (("a", blocks * self.shape.block_size),)
+        self._submit("submit_one_that_cannot_go_on", Submit(self._wait(), prompt, at + 1, n=2, fail_at=at, fail_by=by))
+
+    @precondition(lambda self: self._cached_prompts())
+    @rule(data=st.data(), at=small, by=st.sampled_from(FAILURES))
+    def hit_and_not_go_on(self, data: st.DataObject, at: int, by: str) -> None:
+        """What it hit must stay published, and what it computed behind it must not be."""
+        prompt = (*data.draw(st.sampled_from(self._cached_prompts())), ("d", self.shape.block_size))
+        self._submit("hit_and_not_go_on", Submit(self._wait(), prompt, at + 1, fail_at=at, fail_by=by))
+
+    @precondition(lambda self: self._state["status"] and not self._state["waiting"])
+    @rule(blocks=small, by=st.sampled_from(FAILURES))
+    def wait_for_one_that_cannot_go_on(self, blocks: int, by: str) -> None:
+        """The second would hit what the first is about to publish (SPEC 8.7)."""
+        prompt = (("e", blocks * self.shape.block_size),)
+        self._submit("wait_for_one_that_cannot_go_on", Submit(self._wait(), prompt, 2, fail_at=1, fail_by=by))
+        self._submit("wait_for_one_that_cannot_go_on", Submit(self._wait(), (*prompt, ("d", 1)), 2))
+
     @precondition(lambda self: self._requests("prefilling"))
     @rule()
     def abort_the_one_that_prefills(self) -> None:
@@ -147,21 +170,27 @@ class Rules(RuleBasedStateMachine):
         return waited
 
     def _step(self) -> None:
-        self.model.step(self._oracle.token, self._failing > 0)
+        self.model.step(self._token, self._failing > 0)
         self._failing = max(0, self._failing - 1)
         self._state = self.model.state()
         self.states.append(self._state)
         self._waited += 1
+
+    def _token(self, request: int, k: int) -> int | None:
+        return None if self._dead.get(request) == k + 1 else self._oracle.token(request, k)
 
     def _submit(self, name: str, event: Submit) -> None:
         self.chosen[name] += 1
         self.events.append(event)
         first, self._submitted = self._submitted, self._submitted + event.n
         try:
-            numbers = self.model.submit(prompt_tokens(event.prompt), event.max_tokens, n=event.n)
+            text_fails = (event.fails("text"), *[None] * (event.n - 1))
+            numbers = self.model.submit(prompt_tokens(event.prompt), event.max_tokens, n=event.n, text_fails=text_fails)
         except Refused:
             return
         assert numbers == list(range(first, self._submitted))
+        if (dead_at := event.fails("sampling")) is not None:
+            self._dead[first] = dead_at
         self.asked.update(dict.fromkeys(numbers, event))
         self._state = self.model.state()
 

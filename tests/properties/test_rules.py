@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
+from dataclasses import replace
 from pathlib import Path
 from typing import ClassVar
 
@@ -10,7 +11,7 @@ import pytest
 from hypothesis import HealthCheck, Phase, settings
 from hypothesis.stateful import run_state_machine_as_test
 
-from engine.trace import Workload, load
+from engine.trace import Submit, Workload, load
 from properties.conftest import Harness
 from properties.floors import Boards
 from properties.lockstep import run
@@ -35,6 +36,9 @@ RULES = {
     "abort_one_that_was_preempted",
     "abort_one_that_decodes",
     "fail_while_one_prefills",
+    "submit_one_that_cannot_go_on",
+    "hit_and_not_go_on",
+    "wait_for_one_that_cannot_go_on",
 }
 
 
@@ -56,6 +60,7 @@ def test_recorded_events_replay_unchanged_and_every_rule_gets_its_turn() -> None
         assert happened[f"aborted while {name}"]
     assert happened["full hit"]
     assert happened["duplicate published"]
+    assert min(happened["row without a token"], happened["text failed"]) > 5
 
 
 def test_a_recording_that_waits_too_little_is_noticed() -> None:
@@ -71,6 +76,24 @@ def test_a_recording_that_waits_too_little_is_noticed() -> None:
 
     with pytest.raises(AssertionError):
         run_state_machine_as_test(Hasty, settings=settings(FIXED, phases=(Phase.generate,)))
+
+
+@pytest.mark.parametrize("by", ["sampling", "text"])
+def test_a_recording_that_forgets_a_failure_is_noticed(by: str) -> None:
+    class Hopeful(Rules):
+        chosen: ClassVar[Counter[str]] = Counter()
+
+        def judge(self, workload: Workload) -> None:
+            self.drain()
+            assert [step.after for step in run(workload, make_rung=None).steps] == self.states
+
+        def _submit(self, name: str, event: Submit) -> None:
+            whole = replace(event, fail_at=None) if event.fail_by == by else event
+            super()._submit(name, whole)
+            self.events[-1] = event
+
+    with pytest.raises(AssertionError):
+        run_state_machine_as_test(Hopeful, settings=settings(FIXED, phases=(Phase.generate,)))
 
 
 def test_a_fault_becomes_a_file_that_replays(tmp_path: Path) -> None:
@@ -91,3 +114,15 @@ def test_a_fault_becomes_a_file_that_replays(tmp_path: Path) -> None:
     assert Trial(fault="P01").run(saved).first is not None
     assert Trial().run(saved).first is None
     assert not list(harness.boards), "its workloads do not count for the floors"
+
+
+@pytest.mark.parametrize("fault", ["E01", "E05"])
+def test_what_goes_wrong_when_one_cannot_go_on_is_in_reach(fault: str) -> None:
+    class Armed(Rules):
+        chosen: ClassVar[Counter[str]] = Counter()
+
+        def judge(self, workload: Workload) -> None:
+            assert Trial(fault=fault).run(workload).first is None
+
+    with pytest.raises(AssertionError):
+        run_state_machine_as_test(Armed, settings=settings(FIXED, phases=(Phase.generate,)))
