@@ -1,7 +1,8 @@
 """The command line of the harness: ``python -m properties COMMAND``.
 
 Exit status: 0 what was asked holds, 1 it is violated (the report ends with the command that replays it), 2 a usage error,
-told in one sentence. 130 or 143: ended by Ctrl-C or SIGTERM, and so are its worker processes.
+told in one sentence. 130 or 143: ended by Ctrl-C or SIGTERM, and so are its worker processes; a hunt that has found something
+by then tells it and ends with 1.
 """
 
 from __future__ import annotations
@@ -33,7 +34,7 @@ One workload, run by the engine and by its specification (model_sim) side by sid
   python -m properties hunt          search with plain random numbers, as long as you like
   python -m properties replay FILE   run a saved workload again, and see the first difference in context
 """
-_EXITS = "Exit status: 0 holds, 1 violated, 2 usage error. Iterations count from 1 everywhere."
+_EXITS = "Exit status: 0 holds, 1 violated, 2 usage error, 130 interrupted. Iterations count from 1 everywhere."
 
 
 class Parser(argparse.ArgumentParser):
