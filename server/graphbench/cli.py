@@ -16,7 +16,7 @@ from server.bench.own import Running, StartFailed, served
 from server.bench.plot import NoPlots, check_places
 from server.graphbench import report
 from server.graphbench.readings import Backwards
-from server.graphbench.run import ARMS, Arm, Plan, options_of, run_arms
+from server.graphbench.run import ARMS, Arm, Plan, joined, run_arms
 from server.graphbench.verdict import Tolerance, judge
 
 app = App(
@@ -31,6 +31,7 @@ app = App(
     ),
 )
 
+MOST_CLIENTS = 1000  # each is a connection, at both ends
 PAGE = 160  # columns of a table that no terminal shows
 
 
@@ -68,21 +69,25 @@ def graphbench(
     if len(listed) < 2:
         raise Wrong(f"--arms is {arms!r}, but a comparison needs at least two")
     paced = tuple(_rate(rate) for rate in rates.split(",") if rate.strip())
-    if clients < 2:
-        raise Wrong(f"--clients is {clients}, but a crowd has at least 2")
+    if not 2 <= clients <= MOST_CLIENTS:
+        raise Wrong(f"--clients is {clients}, but a crowd has 2 to {MOST_CLIENTS}")
+    for option, value, most in (("--seconds", seconds, 86_400), ("--tail", tail, 1000), ("--samples", samples, 10**6)):
+        if not 0 < value <= most:
+            raise Wrong(f"{option} is {value}, but must be above 0 and at most {most}")
     if plot is not None and not paced:
         raise Wrong(f"--plot is {plot}, but it draws latency over the rate, and --rates is empty")
     if csv is not None and not csv.absolute().parent.is_dir():
         raise Wrong(f"--csv is {csv}, but there is no folder {csv.absolute().parent}")
     check_places(None, plot)
     plan = Plan(clients, paced, seconds, seed, solo)
-    common = ["--seed", str(seed), "--max-num-seqs", str(max_num_seqs), *server]
+    common = ["--seed", str(seed), "--max-num-seqs", str(max_num_seqs)]
     common += [] if model is None else ["--model", model]
     common += [] if persistent_batch else ["--no-persistent-batch"]
+    common = joined(common, server)
 
     @contextmanager
     def open_arm(arm: Arm) -> Iterator[Running]:
-        with served(options_of(arm, common)) as running:
+        with served(joined(common, arm.options)) as running:
             yield running
 
     notes = Console(stderr=True)

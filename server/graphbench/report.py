@@ -104,6 +104,7 @@ def document(arms: Sequence[ArmRun], complaints: Sequence[Complaint]) -> dict[st
         "equal_answers": {
             other.name: len(arms[0].crowd) - len(unequal(arms[0].crowd, other.crowd)) for other in arms[1:]
         },
+        "promised_equal": {other.name: promised_equal(arms[0], other) for other in arms[1:]},
         "ratios": {other.name: _ratios(arms[0], other) for other in arms[1:]},
         "complaints": [attrs.asdict(complaint) for complaint in complaints],
         "holds": not complaints,
@@ -128,6 +129,7 @@ def _plain(arm: ArmRun) -> dict[str, Any]:
         "compute": arm.compute,
         "promises": dict(arm.promises),
         "clients": len(arm.crowd),
+        "equal_alone": len(arm.crowd) - len(unequal(arm.crowd, arm.alone)) if arm.alone else None,
         "crowd": attrs.asdict(arm.crowd_happened) | {"peak_rows": arm.crowd_happened.peak_rows},
         "paced": [
             {

@@ -55,18 +55,22 @@ class Arm:
         return "--compute" in self.options
 
 
-def options_of(arm: Arm, common: Sequence[str]) -> list[str]:
-    """What the arm's server is started with: where it and ``common`` name the same option, the arm's own, since a server takes an
-    option once. A value stands behind ``=`` or is the next word."""
-    own = {option.removeprefix("--no-").removeprefix("--") for option in arm.options if option.startswith("--")}
+def joined(common: Sequence[str], own: Sequence[str]) -> list[str]:
+    """The words of a command line: where both name the same option, ``own`` has its way, since a server takes an option once.
+    A value stands behind ``=`` or is the next word."""
+
+    def name(word: str) -> str:
+        return word.partition("=")[0].removeprefix("--no-").removeprefix("--")
+
+    named = {name(word) for word in own if word.startswith("--")}
     kept: list[str] = []
     dropped = False
     for word in common:
         if word.startswith("--"):
-            dropped = word.partition("=")[0].removeprefix("--no-").removeprefix("--") in own
+            dropped = name(word) in named
         if not dropped:
             kept.append(word)
-    return [*kept, *arm.options]
+    return [*kept, *own]
 
 
 @attrs.frozen

@@ -19,7 +19,7 @@ from server.graphbench import report
 from server.graphbench.cli import main
 from server.graphbench.clients import Said, clients
 from server.graphbench.readings import Backwards, Happened, between, total
-from server.graphbench.run import ARMS, Arm, options_of
+from server.graphbench.run import ARMS, Arm, joined
 from server.graphbench.verdict import ArmRun, Paced, Tolerance, judge, ratio_of
 
 SAID = tuple(Said((n, n + 1), ("d", f"{n}"), "text", "length") for n in range(4))
@@ -198,6 +198,7 @@ def test_what_people_and_machines_read(tmp_path: Path) -> None:
     assert "WORSE  answers differ: crowd: the answers of 1 clients (0) differ" in text
     document = json.loads(json.dumps(report.document(arms, complaints)))
     assert (document["holds"], document["equal_answers"]) == (False, {"eager": 3})
+    assert (document["promised_equal"], document["arms"][0]["equal_alone"]) == ({"eager": True}, 4)
     assert report.table_of(arms).splitlines()[1].startswith("graphs,1,")
     assert "graphs in the crowd and alone: 4 of 4 answers equal to the byte" in text
     otherwise = attrs.evolve(arms[1], compute="torch", computes_otherwise=True)
@@ -213,9 +214,16 @@ def test_an_arm_overrides_what_is_common() -> None:
     common = ["--seed", "0", "--compute=torch", "--no-persistent-batch", "--compute", "native", "--threads", "1"]
     compiled, free = (Arm(name, ARMS[name]) for name in ("compiled", "free-rows"))
     kept = ["--seed", "0", "--no-persistent-batch", "--threads", "1"]
-    assert options_of(compiled, common) == [*kept, "--compute", "auto"]
-    assert options_of(free, [*kept, "--persistent-batch"]) == ["--seed", "0", "--threads", "1", "--no-persistent-batch"]
-    assert options_of(Arm("graphs", ()), common) == common
+    assert joined(common, compiled.options) == [*kept, "--compute", "auto"]
+    assert joined([*kept, "--persistent-batch"], free.options) == [
+        "--seed",
+        "0",
+        "--threads",
+        "1",
+        "--no-persistent-batch",
+    ]
+    assert joined(common, ()) == common
+    assert joined(["--seed", "0"], ("--seed=3",)) == ["--seed=3"]
 
 
 @pytest.mark.parametrize(
@@ -224,7 +232,12 @@ def test_an_arm_overrides_what_is_common() -> None:
         (["--arms", "graphs"], "at least two"),
         (["--arms", "graphs,quick"], "'quick', but must hold graphs, eager, free-rows, no-cache, compiled, torch"),
         (["--rates", "fast"], "'fast'"),
-        (["--clients", "1"], "--clients is 1"),
+        (["--clients", "1"], "--clients is 1, but a crowd has 2 to 1000"),
+        (["--clients", "1001"], "--clients is 1001"),
+        (["--seconds", "0"], "--seconds is 0.0, but must be above 0 and at most 86400"),
+        (["--seconds", "nan"], "--seconds is nan"),
+        (["--tail", "-1"], "--tail is -1.0"),
+        (["--samples", "0"], "--samples is 0"),
         (["--plot", "p.png", "--rates", ""], "--rates is empty"),
         (["--plot", "p.jpgg"], "--plot is p.jpgg, but its name must end in one of"),
         (["--csv", "nowhere/p.csv"], "--csv is nowhere/p.csv, but there is no folder"),
