@@ -70,4 +70,5 @@ def test_a_kernel_that_reads_its_neighbours_blocks_is_seen(monkeypatch: pytest.M
     monkeypatch.setattr(Kernels, "attend_decode", shifted)
     ran = run(loads(CROWD), make_rung=RUNGS["triton"])
     assert ran.first is not None
-    assert ran.first.check in ("writes", "tokens")  # poison that is read is written on, or the answer is another
+    # Poison that is read is written on, or leaves logits that are no numbers, which end the request, or the answer is another.
+    assert ran.first.check in ("writes", "decisions", "tokens")

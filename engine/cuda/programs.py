@@ -10,8 +10,10 @@ A row's numbers must not depend on its neighbours, to the bit, so every sum has 
     norms       one program a row
 
 Sizes that a batch has are not specialised on: another compiled variant of a kernel could add in another order. For the same
-reason kernels are launched without contraction of a * b + c (kernels.py). The interpreter cannot multiply bf16, so WIDE makes
-it multiply the same numbers as fp32.
+reason kernels are launched without contraction of a * b + c (kernels.py).
+
+In the interpreter a product of matrices is a library's: it takes bf16 for integers, and on some processors a row's bits depend
+on its place among the rows. So there (WIDE) the same numbers are multiplied one by one in fp32 and added by a plain sum.
 """
 
 from __future__ import annotations
@@ -31,7 +33,7 @@ def _fold(peak, new_peak):
 @triton.jit
 def _product(a, b, acc, WIDE: tl.constexpr):
     if WIDE:
-        acc = tl.dot(a.to(tl.float32), b.to(tl.float32), acc, input_precision="ieee")
+        acc += tl.sum(a.to(tl.float32)[:, :, None] * b.to(tl.float32)[None, :, :], 1)
     else:
         acc = tl.dot(a, b, acc, input_precision="ieee")
     return acc

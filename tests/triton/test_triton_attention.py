@@ -152,6 +152,18 @@ def test_products_and_norms_by_row() -> None:
         assert same(compute(poisoned)[kept], whole[kept])
 
 
+def test_the_product_that_a_gpu_runs_gives_the_same_numbers(case: errors.Case) -> None:
+    """In the interpreter programs add their products up themselves; here they use the operator that a GPU is given."""
+    kernels = Kernels(GROUPED, errors.device(), split=errors.SPLIT)
+    kernels._wide = kernels._heads["WIDE"] = False
+    assert max(deviation(kernels, case, 70)) <= FP32
+    generator = torch.Generator().manual_seed(5)
+    x, weight = (torch.randn(rows, 72, generator=generator) for rows in (19, 70))
+    out = torch.full((19, 70), float("nan"), device=errors.device())
+    kernels.linear(x.to(errors.device()), weight.to(errors.device()), None, out)
+    assert errors.error(out, x.double() @ weight.double().T) <= 10 * FP32  # outputs of the order of 10
+
+
 # Broken on purpose -------------------------------------------------------------------------------------------------
 
 RESCALE = "        total = total * old + new_total * fresh\n        acc = acc * old + new * fresh\n"
