@@ -34,7 +34,7 @@ class Share:
 
 
 ROWS: Mapping[str, Share] = {"dev": Share(2, 60), "gate": Share(4, 150), "hunt": Share(32, 2000)}
-STAGED: Mapping[str, Share] = {"dev": Share(1, 30), "gate": Share(1, 150), "hunt": Share(16, 2000)}
+STAGED: Mapping[str, Share] = {"dev": Share(1, 30), "gate": Share(2, 120), "hunt": Share(32, 2000)}
 TINY: Mapping[str, Share] = {"dev": Share(2, 15), "gate": Share(4, 60), "hunt": Share(32, 400)}
 NATIVE: Mapping[str, Share] = {"dev": Share(2, 25), "gate": Share(4, 80), "hunt": Share(32, 1000)}
 GPU: Mapping[str, Share] = {"dev": Share(1, 15), "gate": Share(1, 100), "hunt": Share(4, 1000)}
