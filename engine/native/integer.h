@@ -21,17 +21,18 @@
 #endif
 
 constexpr int64_t GROUP = 32;
+constexpr int64_t DOT_AHEAD = 6;  // groups
 
 #if DOT_VNNI
 
-constexpr int DOT_ROWS = 4, DOT_PANELS = 2, DOT_ALONE = 4;
+constexpr int DOT_ROWS = 4, DOT_PANELS = 3, DOT_ALONE = 4;  // 12 sums of integers and 12 of floats
 struct I16 {
     __m512i v;
 };
 struct B64 {
     __m512i v;
 };
-INLINE I16 zero_int() { return {_mm512_setzero_si512()}; }
+INLINE I16 all(int32_t x) { return {_mm512_set1_epi32(x)}; }
 INLINE B64 bytes(const uint8_t* p) { return {_mm512_loadu_si512(p)}; }
 INLINE B64 low_nibbles(B64 x) { return {_mm512_and_si512(x.v, _mm512_set1_epi8(15))}; }
 INLINE B64 high_nibbles(B64 x) { return {_mm512_and_si512(_mm512_srli_epi16(x.v, 4), _mm512_set1_epi8(15))}; }
@@ -48,7 +49,7 @@ struct I16 {
 struct B64 {
     __m256i a, b;
 };
-INLINE I16 zero_int() { return {_mm256_setzero_si256(), _mm256_setzero_si256()}; }
+INLINE I16 all(int32_t x) { return {_mm256_set1_epi32(x), _mm256_set1_epi32(x)}; }
 INLINE B64 bytes(const uint8_t* p) {
     return {_mm256_loadu_si256(reinterpret_cast<const __m256i*>(p)), _mm256_loadu_si256(reinterpret_cast<const __m256i*>(p + 32))};
 }
@@ -89,7 +90,11 @@ struct I16 {
 struct B64 {
     uint8_t v[4 * LANES];
 };
-INLINE I16 zero_int() { return {}; }
+INLINE I16 all(int32_t x) {
+    I16 r;
+    for (int32_t& lane : r.v) lane = x;
+    return r;
+}
 INLINE B64 bytes(const uint8_t* p) {
     B64 r;
     std::memcpy(r.v, p, sizeof r.v);
@@ -162,44 +167,65 @@ INLINE int32_t four_at(const int8_t* q) {
 // Sums of products of one group: R rows of activations with V panels.
 template <class T, int R, int V>
 INLINE void dot_group(const Integer& a, const int8_t* q, const uint8_t* w, int64_t panel, I16 (&sum)[R][V]) {
-#pragma GCC unroll 1
-    for (int64_t b = 0; b < T::BLOCKS; ++b)
-        for (int v = 0; v < V; ++v) {
-            B64 block = bytes(w + v * panel + T::HEAD + 64 * b);
-            if constexpr (T::NIBBLES) {
-                B64 low = low_nibbles(block), high = high_nibbles(block);
-                for (int r = 0; r < R; ++r) {
-                    sum[r][v] = dot(sum[r][v], low, four_at(q + r * a.k + 8 * b));
-                    sum[r][v] = dot(sum[r][v], high, four_at(q + r * a.k + 8 * b + 4));
-                }
-            } else {
+#pragma GCC unroll 8
+    for (int64_t b = 0; b < T::BLOCKS; ++b) {
+        B64 block[V];
+        for (int v = 0; v < V; ++v) block[v] = bytes(w + v * panel + T::HEAD + 64 * b);
+        if constexpr (T::NIBBLES) {
+            B64 part[V];
+            for (int v = 0; v < V; ++v) part[v] = low_nibbles(block[v]);
+            for (int r = 0; r < R; ++r) {
+                const int32_t x = four_at(q + r * a.k + 8 * b);
+                for (int v = 0; v < V; ++v) sum[r][v] = dot(sum[r][v], part[v], x);
+            }
+            for (int v = 0; v < V; ++v) part[v] = high_nibbles(block[v]);
+            for (int r = 0; r < R; ++r) {
+                const int32_t x = four_at(q + r * a.k + 8 * b + 4);
+                for (int v = 0; v < V; ++v) sum[r][v] = dot(sum[r][v], part[v], x);
+            }
+        } else {
 #if DOT_VNNI
-                block = unsigned_of(block);
-                for (int r = 0; r < R; ++r) sum[r][v] = dot(sum[r][v], block, four_at(q + r * a.k + 4 * b));
+            for (int v = 0; v < V; ++v) block[v] = unsigned_of(block[v]);
+#endif
+            for (int r = 0; r < R; ++r) {
+                const int32_t x = four_at(q + r * a.k + 4 * b);
+#if DOT_VNNI
+                for (int v = 0; v < V; ++v) sum[r][v] = dot(sum[r][v], block[v], x);
 #else
-                for (int r = 0; r < R; ++r) sum[r][v] = dot_signed(sum[r][v], block, four_at(q + r * a.k + 4 * b));
+                for (int v = 0; v < V; ++v) sum[r][v] = dot_signed(sum[r][v], block[v], x);
 #endif
             }
         }
+    }
 }
 
+// ``ahead``: bytes of a panel that are asked for before they are read, or 0. A panel is shorter than what a processor needs to
+// notice a stream; rows behind the first find the weights in the cache.
 template <class T, int R, int V>
-void multiply_integer(const Integer& a, int64_t row, const uint8_t* w, int64_t panel, const Out& out) {
+void multiply_integer(const Integer& a, int64_t row, const uint8_t* w, int64_t panel, const Out& out,
+                      int64_t ahead) {
     V16 acc[R][V];
     begin(acc, out);
     for (int64_t g = 0; g < a.k / GROUP; ++g, w += T::BYTES) {
+        for (int v = 0; ahead != 0 && v < V; ++v)
+            for (int64_t line = 0; line < T::BYTES; line += 64) __builtin_prefetch(w + v * panel + ahead + line);
+        const float* scales = a.scales + (row * (a.k / GROUP) + g) * 2;
         I16 sum[R][V];
-        for (int r = 0; r < R; ++r)
-            for (int v = 0; v < V; ++v) sum[r][v] = zero_int();
+        for (int r = 0; r < R; ++r) {
+            // What was added to each weight is taken from the sum before it begins, which is exact in integers.
+            const I16 first = all(T::OFFSET ? -T::OFFSET * int32_t(scales[r * (a.k / GROUP) * 2 + 1]) : 0);
+            for (int v = 0; v < V; ++v) sum[r][v] = first;
+        }
         dot_group<T, R, V>(a, a.q + row * a.k + g * GROUP, w, panel, sum);
-        for (int v = 0; v < V; ++v) {
-            const V16 d = from_half(w + v * panel);
-            for (int r = 0; r < R; ++r) {
-                const float* scale = a.scales + ((row + r) * (a.k / GROUP) + g) * 2;
-                V16 whole = to_float(sum[r][v]);
-                if (T::OFFSET) whole = fma(set16(-float(T::OFFSET)), set16(scale[1]), whole);  // exact: below 2^24
-                acc[r][v] = fma(whole, mul(d, set16(scale[0])), acc[r][v]);
-                if (T::MINIMUM) acc[r][v] = fma(from_half(w + v * panel + 32), set16(scale[0] * scale[1]), acc[r][v]);
+        V16 d[V], m[V];
+        for (int v = 0; v < V; ++v) d[v] = from_half(w + v * panel);
+        for (int v = 0; T::MINIMUM && v < V; ++v) m[v] = from_half(w + v * panel + 32);
+        for (int r = 0; r < R; ++r) {
+            const float* scale = scales + r * (a.k / GROUP) * 2;
+            const V16 x = set16(scale[0]), least = set16(scale[0] * scale[1]);
+            for (int v = 0; v < V; ++v) {
+                acc[r][v] = fma(to_float(sum[r][v]), mul(d[v], x), acc[r][v]);
+                if (T::MINIMUM) acc[r][v] = fma(m[v], least, acc[r][v]);
             }
         }
     }
@@ -208,12 +234,13 @@ void multiply_integer(const Integer& a, int64_t row, const uint8_t* w, int64_t p
 
 template <class T, int V>
 INLINE void multiply_integer_rows(int rows, const Integer& a, int64_t row, const uint8_t* w, int64_t panel, const Out& out) {
+    const int64_t ahead = row == 0 ? DOT_AHEAD * T::BYTES : 0;
     switch (rows) {
-        case 1: return multiply_integer<T, 1, V>(a, row, w, panel, out);
-        case 2: return multiply_integer<T, 2, V>(a, row, w, panel, out);
+        case 1: return multiply_integer<T, 1, V>(a, row, w, panel, out, ahead);
+        case 2: return multiply_integer<T, 2, V>(a, row, w, panel, out, ahead);
 #if DOT_VNNI
-        case 3: return multiply_integer<T, 3, V>(a, row, w, panel, out);
-        case 4: return multiply_integer<T, 4, V>(a, row, w, panel, out);
+        case 3: return multiply_integer<T, 3, V>(a, row, w, panel, out, ahead);
+        case 4: return multiply_integer<T, 4, V>(a, row, w, panel, out, ahead);
 #endif
     }
 }
@@ -234,17 +261,20 @@ void integer_tile(const Integer& a, int64_t unit) {
     for (int64_t r = 0; r < a.rows; r += DOT_ROWS) {
         const int some = int(a.rows - r < DOT_ROWS ? a.rows - r : DOT_ROWS);
         if (a.rows == 1 && panels == DOT_ALONE) {
-            multiply_integer<T, 1, DOT_ALONE>(a, 0, w, bytes, {a.out + column, a.ldo, n - (panels - 1) * LANES, true});
+            const Out out{a.out + column, a.ldo, n - (panels - 1) * LANES, true};
+            multiply_integer<T, 1, DOT_ALONE>(a, 0, w, bytes, out, DOT_AHEAD * T::BYTES);
             continue;
         }
         for (int64_t p = 0; p < panels; p += DOT_PANELS) {
-            const bool two = DOT_PANELS == 2 && p + 1 < panels;
-            const int64_t end = p + 1 + two;
+            const int64_t part = panels - p < DOT_PANELS ? panels - p : DOT_PANELS, end = p + part;
             Out out{a.out + r * a.ldo + column + p * LANES, a.ldo, end == panels ? n - (end - 1) * LANES : LANES, true};
-            if (two)
-                multiply_integer_rows<T, DOT_PANELS>(some, a, r, w + p * bytes, bytes, out);
-            else
-                multiply_integer_rows<T, 1>(some, a, r, w + p * bytes, bytes, out);
+            if (part == 1) multiply_integer_rows<T, 1>(some, a, r, w + p * bytes, bytes, out);
+            if constexpr (DOT_PANELS > 1) {
+                if (part == 2) multiply_integer_rows<T, 2>(some, a, r, w + p * bytes, bytes, out);
+            }
+            if constexpr (DOT_PANELS > 2) {
+                if (part == 3) multiply_integer_rows<T, 3>(some, a, r, w + p * bytes, bytes, out);
+            }
         }
     }
     add_bias(a.bias, a.rows, column, n, a.out, a.ldo);
@@ -259,9 +289,34 @@ struct Quantise {
     float* scales;
 };
 
-// A group that holds an infinity or NaN has no numbers, but a scale that makes every product NaN.
+// A group that holds an infinity or NaN has no numbers, but a scale that makes every product NaN. ``most``: the largest
+// magnitude of a group, as the bits of a float. What numbers are multiplied by, and the scale; 0 and 0 where all are as good
+// as zero.
+INLINE float quantise_scale(uint32_t most, float* scale) {
+    constexpr float TINY = 1e-30f;
+    const float largest = bits_to_float(most);
+    const bool finite = most < 0x7f800000, some = finite && largest >= TINY;
+    scale[0] = some ? largest / 127.0f : finite ? 0.0f : NAN;
+    return some ? 127.0f / largest : 0.0f;
+}
+
+#if LANES_AVX512
 INLINE void quantise_group(const float* x, int8_t* q, float* scale) {
-    constexpr float TINY = 1e-30f, ROUND = 12582912.0f;  // 1.5 * 2^23: adding and taking it away rounds to a whole number
+    const __m512i magnitude = _mm512_set1_epi32(0x7fffffff);
+    const __m512 low = _mm512_loadu_ps(x), high = _mm512_loadu_ps(x + LANES);
+    const __m512i most = _mm512_max_epu32(_mm512_and_si512(_mm512_castps_si512(low), magnitude),
+                                          _mm512_and_si512(_mm512_castps_si512(high), magnitude));
+    const __m512 factor = _mm512_set1_ps(quantise_scale(_mm512_reduce_max_epu32(most), scale));
+    const __mmask16 finite = scale[0] == scale[0] ? 0xffff : 0;
+    const __m512i first = _mm512_maskz_cvtps_epi32(finite, _mm512_mul_ps(low, factor));  // to nearest, ties to even
+    const __m512i second = _mm512_maskz_cvtps_epi32(finite, _mm512_mul_ps(high, factor));
+    _mm_storeu_si128(reinterpret_cast<__m128i*>(q), _mm512_cvtepi32_epi8(first));
+    _mm_storeu_si128(reinterpret_cast<__m128i*>(q + LANES), _mm512_cvtepi32_epi8(second));
+    scale[1] = float(_mm512_reduce_add_epi32(_mm512_add_epi32(first, second)));
+}
+#else
+INLINE void quantise_group(const float* x, int8_t* q, float* scale) {
+    constexpr float ROUND = 12582912.0f;  // 1.5 * 2^23: adding and taking it away rounds to a whole number
     uint32_t most = 0;
     for (int i = 0; i < GROUP; ++i) {
         uint32_t magnitude;
@@ -269,9 +324,8 @@ INLINE void quantise_group(const float* x, int8_t* q, float* scale) {
         magnitude &= 0x7fffffff;
         most = magnitude > most ? magnitude : most;
     }
-    const float largest = bits_to_float(most);
-    const bool finite = most < 0x7f800000;
-    const float factor = finite && largest >= TINY ? 127.0f / largest : 0.0f;
+    const float factor = quantise_scale(most, scale);
+    const bool finite = scale[0] == scale[0];
     int32_t sum = 0;
     for (int i = 0; i < GROUP; ++i) {
         const float value = finite ? x[i] * factor : 0.0f;
@@ -279,9 +333,9 @@ INLINE void quantise_group(const float* x, int8_t* q, float* scale) {
         q[i] = int8_t(whole);
         sum += whole;
     }
-    scale[0] = finite ? (largest >= TINY ? largest / 127.0f : 0.0f) : NAN;
     scale[1] = float(sum);
 }
+#endif
 
 INLINE void quantise_row(const Quantise& a, int64_t row) {
     const int64_t groups = a.k / GROUP;

@@ -77,7 +77,10 @@ def rounded(x: Tensor) -> F64:
 def test_quantised_as_defined() -> None:
     x = numbers(1, 7, 96) * 10.0 ** torch.arange(-3, 4)[:, None]
     x[2, :32] = 0
+    x[3, 32:64] = torch.arange(32) - 15.5  # halves: ties go to even
+    x[3, 32] = -127.0
     q, scales = quantised(x)
+    assert q[3, 33:36].tolist() == [-14, -14, -12]
     values = q.reshape(7, 3, 32).double() * scales.reshape(7, 3, 2)[..., :1].double()
     assert np.array_equal(values.reshape(7, 96).numpy(), rounded(x))
     assert torch.equal(q.reshape(7, 3, 32).sum(-1).float(), scales.reshape(7, 3, 2)[..., 1])
@@ -141,15 +144,25 @@ def test_every_instruction_set(target: str, tmp_path: Path) -> None:
     on = kernels_of(other, 2)
     for kind in INTEGER:
         x = numbers(7, 9, 608)
-        assert all(map(same_int, quantised(x), quantised(x, on)))
+        for values in (x, odd_numbers()):
+            (q, scales), (other_q, other_scales) = quantised(values), quantised(values, on)
+            assert torch.equal(q, other_q)
+            assert same_bytes(scales.nan_to_num(7.5), other_scales.nan_to_num(7.5))
+            assert torch.equal(scales.isnan(), other_scales.isnan())
         mine, theirs = product(kind, 200, 608, x), product(kind, 200, 608, x, None, on, other)
         if other.vector_bits:
             assert same_bytes(mine, theirs)
         np.testing.assert_allclose(mine.numpy(), theirs.numpy(), rtol=1e-5, atol=1e-4)
 
 
-def same_int(a: Tensor, b: Tensor) -> bool:
-    return torch.equal(a, b)
+def odd_numbers() -> Tensor:
+    """Groups of zeros of both signs, subnormals, extremes, ties and what is no number, each in some of the places."""
+    x = numbers(8, 10, 64)
+    x[0], x[1], x[2], x[3] = 0.0, -0.0, x[2] * 1e-39, x[3] * 1e-31
+    x[4], x[5], x[6] = x[4] * 1e38, torch.arange(64) - 31.5, torch.logspace(-38, 38, 64)
+    x[5, ::32] = 127.0
+    x[7, 3], x[8, 40], x[9, 31] = float("inf"), float("nan"), -float("inf")
+    return x
 
 
 @pytest.mark.timeout(300)
