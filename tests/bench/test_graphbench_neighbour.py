@@ -50,7 +50,9 @@ def test_pytest_properties_finds_it_and_shrinks_it_to_two_requests(rung: str, tm
         [*command, "--found", str(tmp_path)], cwd=ROOT, env=environment, capture_output=True, text=True, check=False
     )
     assert done.returncode == 1, done.stdout
-    found = load(tmp_path / f"{rung}-0-replay.json")
+    # One file for each check that saw it first. With real logits that is often the reader of a cell that nobody owns, which holds
+    # NaN there: it has no token and ends, and that is told before the launch.
+    found = min((load(path) for path in tmp_path.glob(f"{rung}-0-*.json")), key=lambda one: len(requests(one)))
     assert found.fault == FAULT
     assert not found.shape.persistent_batch
     assert len(requests(found)) == 2
@@ -59,7 +61,7 @@ def test_pytest_properties_finds_it_and_shrinks_it_to_two_requests(rung: str, tm
     with armed(FAULT):
         again = run(found, make_rung=RUNGS[rung]).first
     assert again is not None
-    assert again.check == "replay"
+    assert again.check == "replay" or (again.check == "decisions" and rung in ("tiny", "native"))
 
 
 def told_something_else(workload: Workload, rung: str) -> Finding | None:
