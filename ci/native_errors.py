@@ -20,6 +20,7 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
+from engine.compute.kv import by_position
 from engine.compute.rope import rope_tables
 from engine.loading.synthetic import synthetic_config
 from engine.native.kernels import HeadLayout, Kernels
@@ -107,19 +108,24 @@ def cache_errors(kernels: Kernels) -> Iterator[Error]:
     layout = HeadLayout(heads, kv_heads, dim, size, -(-length // size))
     tables = rope_tables(synthetic_config(head_dim=dim), length)
     where = torch.arange(length)
-    for kind in (torch.float32, torch.bfloat16):
-        name = "F32" if kind == torch.float32 else "BF16"
-        cache = torch.full((2, layout.blocks, kv_heads, size, dim), float("nan"), dtype=kind)
+    for kind, name, bound in (
+        (torch.float32, "F32", 2e-6),
+        (torch.bfloat16, "BF16", 2.0**-6),
+        (torch.float16, "F16", 2.0**-9),
+    ):
+        cache = torch.full((2, layout.blocks, kv_heads, size * dim), float("nan"), dtype=kind)
         qkv = draw(5, length, layout.width)
         given = qkv.double().reshape(length, -1, dim)
         slots = where // size * kv_heads * size + where % size
         kernels.rotate(layout, qkv, (where, slots), tables, None, cache)
         turned = _turned(given[:, : heads + kv_heads], tables)
-        keys, values = (part.transpose(1, 2).reshape(-1, kv_heads, dim)[:length].double() for part in cache)
+        keys, values = (
+            part.transpose(1, 2).reshape(-1, kv_heads, dim)[:length].double()
+            for part in by_position(cache, size, turned=True)
+        )
         yield Error(
             "rotate, q", name, _most(qkv[:, : heads * dim], turned[:, :heads].reshape(length, -1)), 2e-6, "absolute"
         )
-        bound = 2e-6 if kind == torch.float32 else 2.0**-6
         yield Error(
             "rotate, K in the cache", name, float(np.abs(keys.numpy() - turned[:, heads:]).max()), bound, "absolute"
         )

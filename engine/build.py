@@ -31,7 +31,7 @@ from engine.native.runner import NativeRunner, library, prepare
 from engine.native.weights import NativeWeights
 from engine.native.weights_cache import WeightsCache, weights_folder
 
-CPU_KV_BYTES = 2**30  # unless one sequence of full length needs more: a larger pool is better asked for
+CPU_KV_BYTES = 2**28  # unless one sequence of full length needs more: a larger pool is better asked for
 FREE_SHARE = 0.4  # of the memory that is free when the pool is sized
 
 _DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
@@ -64,7 +64,7 @@ def assemble(
         exact_products()
     if not config.batch_invariant and compute != "triton":
         raise ConfigError("batch_invariant", f"batch_invariant is False, but {compute} kernels have no other mode")
-    kv_dtype = resolve_kv_dtype(config.kv_dtype, dtype, compute)
+    kv_dtype = resolve_kv_dtype(config.kv_dtype, dtype, compute, narrow=model.is_narrow)
     limits = settle(config, model, device, kv_dtype, compute)
     runner: ModelRunner | NativeRunner | TritonRunner
     if compute == "native":
@@ -183,9 +183,14 @@ def _path_of(weights: Weights | NativeWeights | TritonWeights) -> str:
     return "triton" if isinstance(weights, TritonWeights) else "torch"
 
 
-def resolve_kv_dtype(name: str, dtype: torch.dtype, compute: str) -> torch.dtype:
-    """``auto`` is what is computed in. Raises ``ConfigError`` where no kernel reads the type that was asked for."""
-    kv_dtype = dtype if name == "auto" else _DTYPES[name]
+def resolve_kv_dtype(name: str, dtype: torch.dtype, compute: str, *, narrow: bool = False) -> torch.dtype:
+    """``auto`` is what is computed in, or fp16 on native kernels for ``narrow`` weights, whose own rounding is far coarser.
+
+    Raises ``ConfigError`` where no kernel reads the type that was asked for.
+    """
+    if name == "auto":
+        return torch.float16 if narrow and compute == "native" else dtype
+    kv_dtype = _DTYPES[name]
     if kv_dtype != dtype and compute == "torch":
         computed = str(dtype).removeprefix("torch.")
         raise ConfigError(

@@ -10,7 +10,7 @@ import attrs
 
 DEVICES = ("auto", "cpu", "cuda")
 DTYPES = ("auto", "float32", "bfloat16", "float16")
-KV_DTYPES = ("auto", "float32", "bfloat16")
+KV_DTYPES = ("auto", "float32", "float16", "bfloat16")
 COMPUTES = ("auto", "native", "int8", "torch", "triton")
 
 
@@ -31,7 +31,8 @@ class EngineConfig:
     ``int8`` is native with activations rounded to 8 bits before quantised weights: faster, and less exact.
     ``triton`` is for a GPU, and what ``auto`` takes there.
     ``batch_invariant``: a request's bytes depend on nobody else; Triton's kernels on a GPU can do without, and are faster then.
-    ``kv_dtype``: of keys and values in the pool; ``auto`` is what is computed in, bfloat16 halves the pool on native kernels.
+    ``kv_dtype``: of keys and values in the pool; ``auto`` is what is computed in, but float16 where native kernels serve a
+    model with weights narrower than fp32. Native kernels round when they write and compute in fp32.
     ``watermark``: blocks that admission leaves free for the growth of running requests (rule 8); ``None`` is 1 % of the pool.
     ``enable_prefix_caching``: requests take over the full KV blocks of an equal beginning (rule 11); it changes no answer.
     ``capture_rows`` x ``capture_widths`` (rows x blocks) are the recorded shapes; ``None`` covers every decode step.

@@ -80,10 +80,10 @@ class TensorWatch:
         nobody = np.ones((self._pool.zero_block + 1, self._block_size), dtype=np.bool_)
         nobody[: len(expected.owned)] = ~expected.owned
         nobody[self._pool.zero_block] = False
-        where = torch.from_numpy(nobody).to(device)[None, :, None, :, None]
-        for layer in self._pool.layers:
-            layer.masked_fill_(where, NOBODY)
-        self._before = [layer.clone() for layer in self._pool.layers]
+        where = torch.from_numpy(nobody).to(device)[:, None, :, None]
+        for part in self._pool.parts:
+            part.masked_fill_(where, NOBODY)
+        self._before = [part.clone() for part in self._pool.parts]
 
     def after(self, expected: Touched) -> tuple[Fact, ...]:
         changed, missing = self._seen()
@@ -109,9 +109,9 @@ class TensorWatch:
     def _seen(self) -> tuple[np.ndarray, np.ndarray]:
         """Bool [blocks, block_size]: cells in which any byte changed, and cells in which any number is NaN now."""
         changed, missing = [], []
-        for layer, before in zip(self._pool.layers, self._before, strict=True):
-            changed.append((layer.view(torch.int32) != before.view(torch.int32)).any(0).any(1).any(-1))
-            missing.append(layer.isnan().any(0).any(1).any(-1))
+        for part, before in zip(self._pool.parts, self._before, strict=True):
+            changed.append((part.view(torch.int32) != before.view(torch.int32)).any(1).any(-1))
+            missing.append(part.isnan().any(1).any(-1))
         return torch.stack(changed).any(0).cpu().numpy(), torch.stack(missing).any(0).cpu().numpy()
 
     def _fact(self, cell: int, expected: Touched, mine: str, theirs: str) -> Fact:

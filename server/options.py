@@ -55,7 +55,11 @@ class Options:
     ] = "auto"
     kv_dtype: Annotated[
         str,
-        _flag(_MODEL, "auto, float32 or bfloat16: of the KV cache; bfloat16 takes half the room (native kernels)."),
+        _flag(
+            _MODEL,
+            "auto, float32, float16 or bfloat16: of the KV cache. auto is float16, half the room, where native kernels serve "
+            "weights narrower than fp32, else float32.",
+        ),
     ] = "auto"
     batch_invariant: Annotated[
         bool,

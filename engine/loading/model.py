@@ -133,3 +133,8 @@ class LoadedModel:
     template: ChatTemplate | None
     eos_token_ids: frozenset[int]
     weight_types: str = "F32"  # for the capacity table, e.g. "Q4_1 (210), Q8_0 (1), F32 (61)"
+
+    @property
+    def is_narrow(self) -> bool:
+        """Whether any tensor is stored in less than fp32."""
+        return any(not kind.startswith(("F32", "F64")) for kind in self.weight_types.split(", "))

@@ -8,8 +8,10 @@
 // prefill and recomputation add the same numbers in the same order. Hidden positions take part in no sum at all, so
 // whatever lies there, NaN included, changes nothing.
 //
-// Both products are ``multiply`` (product.h): keys are transposed into panels of 16 positions, values are panels as they
-// lie in the pool. The query heads that share a K/V head, and the tokens of a unit, are its rows.
+// The pool keeps the keys of a block turned, [dim][block_size]: where a block is made of whole panels of 16 positions, a
+// product reads them as they lie. Values lie by position and are panels as they are. Both may be narrower than fp32; few
+// query rows widen them in registers, many once for all. The query heads that share a K/V head, and the tokens of a unit,
+// are the rows of both products.
 #pragma once
 
 #include "product.h"
@@ -23,15 +25,21 @@ struct Attention {
     float* out;      // [tokens][ldo]
     const int64_t* positions;
     const int64_t* tables;  // token t reads row t * table_stride
-    const uint8_t* pool;    // keys [blocks][kv_heads][block_size][dim], values the same, value_offset rows later
+    const uint8_t* pool;    // keys [blocks][kv_heads][dim][block_size], then values [blocks][kv_heads][block_size][dim]
     int64_t tokens, ldq, ldo, table_stride, table_width, blocks, value_offset;
-    int64_t heads, kv_heads, dim, block_size, window, bf16;  // window 0: none
+    int64_t heads, kv_heads, dim, block_size, window, kind;  // window 0: none; kind of K/V: see kv_bytes
     // Few rows with long contexts: the tiles of a query are spread over ``segments`` units, which leave what they found in
     // partials [tokens][heads][tiles][2 + dim rounded up to lanes], to be merged in order by ``attend_merge``. Null: not.
     float* partials;
     int64_t segments, tiles;
     double scale;
 };
+
+// Of one number, kind 0 (fp32), 1 (bf16) or 2 (fp16).
+INLINE int64_t kv_bytes(int64_t kind) { return kind == 0 ? 4 : 2; }
+
+// Whether a block's keys are panels as they lie.
+INLINE bool in_panels(const Attention& a) { return a.block_size % LANES == 0; }
 
 INLINE int64_t unit_tokens(const Attention& a) {
     int64_t tokens = UNIT_ROWS / (a.heads / a.kv_heads);
@@ -61,9 +69,11 @@ struct QueryRows {
     float *q, *scores, *part, *sum, *peak, *total, *keys, *values;
 };
 
-// Where the visible rows of a tile lie, keys and values, for one head.
-struct TileRows {
-    const uint8_t *key[TILE], *value[TILE];
+// Where a tile's keys and values lie, for one head: panels of sixteen positions. Of keys the same number of all sixteen lies
+// together, ``key_step`` bytes before the next number; of values all numbers of a position, ``value_step`` before the next.
+struct Tile {
+    const uint8_t *keys[TILE / LANES], *values[TILE / LANES];
+    int64_t key_step, value_step;
 };
 
 // The positions of a tile that the query at ``position`` sees: [low, high), relative to the tile.
@@ -74,103 +84,178 @@ INLINE void visible(const Attention& a, int64_t position, int64_t tile, int64_t&
     high = high > TILE ? TILE : high;
 }
 
-INLINE void find_rows(const Attention& a, const int64_t* table, int64_t head, int64_t tile, int64_t low, int64_t high,
-                      TileRows& rows) {
-    const int64_t size = a.dim * (a.bf16 ? 2 : 4), position = tile * TILE + low;
-    int64_t index = position / a.block_size, offset = position % a.block_size;
-    for (int64_t j = low; j < high; ++index, offset = 0) {
-        const uint8_t* row = a.pool + ((table[index] * a.kv_heads + head) * a.block_size + offset) * size;
-        for (; offset < a.block_size && j < high; ++offset, ++j, row += size) {
-            rows.key[j] = row;
-            rows.value[j] = row + a.value_offset * size;
-        }
+INLINE float element(const uint8_t* p, int64_t kind) {
+    if (kind == 0) {
+        float value;
+        std::memcpy(&value, p, 4);
+        return value;
+    }
+    uint16_t bits;
+    std::memcpy(&bits, p, 2);
+    return kind == 1 ? bits_to_float(uint32_t(bits) << 16) : half_to_float(bits);
+}
+
+// Sixteen numbers of type F32, BF16 or F16 (product.h), widened; exact.
+template <class T>
+INLINE V16 widened(const uint8_t* p) {
+    V16 number;
+    T::step(p, {}, 0, &number);
+    return number;
+}
+
+INLINE V16 widened(const uint8_t* p, int64_t kind) {
+    return kind == 0 ? widened<F32>(p) : kind == 1 ? widened<BF16>(p) : widened<F16>(p);
+}
+
+// Positions low .. high - 1 where they lie; for blocks of whole panels only.
+INLINE Tile find_tile(const Attention& a, const int64_t* table, int64_t head, int64_t tile, int64_t low, int64_t high) {
+    const int64_t size = kv_bytes(a.kind), per = a.block_size / LANES, first = tile * (TILE / LANES);
+    Tile found{{}, {}, a.block_size * size, a.dim * size};
+    for (int64_t p = low / LANES; p * LANES < high; ++p) {
+        const int64_t row = (table[(first + p) / per] * a.kv_heads + head) * a.block_size, offset = (first + p) % per * LANES;
+        found.keys[p] = a.pool + (row * a.dim + offset) * size;
+        found.values[p] = a.pool + (a.value_offset + row + offset) * a.dim * size;
+    }
+    return found;
+}
+
+// Asks for a tile before it is needed; blocks are scattered, so the hardware cannot guess where the next one begins.
+INLINE void prefetch_tile(const Attention& a, const Tile& tile, int64_t low, int64_t high) {
+    const int64_t bytes = LANES * a.dim * kv_bytes(a.kind);  // of a larger block's keys: about what is read
+    for (int64_t p = low / LANES; p * LANES < high; ++p) {
+        prefetch(tile.keys[p], bytes);
+        prefetch(tile.values[p], bytes);
     }
 }
 
-// Asks for the rows of a tile before they are needed; blocks are scattered, so the hardware cannot guess them.
-INLINE void prefetch_rows(const Attention& a, const TileRows& rows, int64_t low, int64_t high) {
-    const int64_t size = a.dim * (a.bf16 ? 2 : 4);
-    for (int64_t j = low; j < high; ++j)
-        for (int64_t byte = 0; byte < size; byte += 64) {
-            __builtin_prefetch(rows.key[j] + byte, 0, 3);
-            __builtin_prefetch(rows.value[j] + byte, 0, 3);
-        }
+// Up to this many query rows narrow keys and values are widened in registers, beyond it once per tile.
+constexpr int64_t WIDEN_ROWS = 8;
+
+// The tile as fp32 in the unit's own memory, keys as [4][dim][16] and values as [64] rows of whole vectors.
+INLINE Tile own_tile(const Attention& a, const QueryRows& u) {
+    Tile own{{}, {}, LANES * 4, u.width * 4};
+    for (int64_t p = 0; p < TILE / LANES; ++p) {
+        own.keys[p] = reinterpret_cast<const uint8_t*>(u.keys + p * a.dim * LANES);
+        own.values[p] = reinterpret_cast<const uint8_t*>(u.values + p * LANES * u.width);
+    }
+    return own;
 }
 
-INLINE float element(const Attention& a, const uint8_t* row, int64_t i) {
-    if (!a.bf16) return reinterpret_cast<const float*>(row)[i];
-    return bits_to_float(uint32_t(reinterpret_cast<const uint16_t*>(row)[i]) << 16);
+// Keys once for many rows.
+INLINE void widen_keys(const Attention& a, const Tile& from, int64_t low, int64_t high, const QueryRows& u) {
+    for (int64_t p = low / LANES; p * LANES < high; ++p)
+        for (int64_t d = 0; d < a.dim; ++d)
+            store16(u.keys + (p * a.dim + d) * LANES, widened(from.keys[p] + d * from.key_step, a.kind));
 }
 
-// Sixteen numbers of a row of the pool, from number i on; exact.
-template <bool HALF>
-INLINE V16 numbers(const uint8_t* row, int64_t i) {
-    return HALF ? from_bf16(row + 2 * i) : load16(reinterpret_cast<const float*>(row) + i);
-}
-
-// Sixteen numbers of each of sixteen rows turned around.
-template <bool HALF>
-INLINE void transpose16(const uint8_t* const* rows, int64_t i, float* out) {
-#if LANES_AVX512
-    __m512 a[16], b[16];
-    for (int r = 0; r < 16; ++r) a[r] = numbers<HALF>(rows[r], i).v;
-    for (int r = 0; r < 16; r += 2) {
-        b[r] = _mm512_unpacklo_ps(a[r], a[r + 1]);
-        b[r + 1] = _mm512_unpackhi_ps(a[r], a[r + 1]);
-    }
-    for (int r = 0; r < 16; r += 4)
-        for (int j = 0; j < 2; ++j) {
-            a[r + 2 * j] = _mm512_castpd_ps(_mm512_unpacklo_pd(_mm512_castps_pd(b[r + j]), _mm512_castps_pd(b[r + 2 + j])));
-            a[r + 2 * j + 1] =
-                _mm512_castpd_ps(_mm512_unpackhi_pd(_mm512_castps_pd(b[r + j]), _mm512_castps_pd(b[r + 2 + j])));
-        }
-    for (int r = 0; r < 4; ++r) {
-        b[r] = _mm512_shuffle_f32x4(a[r], a[r + 4], 0x88);
-        b[r + 4] = _mm512_shuffle_f32x4(a[r], a[r + 4], 0xdd);
-        b[r + 8] = _mm512_shuffle_f32x4(a[r + 8], a[r + 12], 0x88);
-        b[r + 12] = _mm512_shuffle_f32x4(a[r + 8], a[r + 12], 0xdd);
-    }
-    for (int r = 0; r < 4; ++r) {
-        _mm512_storeu_ps(out + r * LANES, _mm512_shuffle_f32x4(b[r], b[r + 8], 0x88));
-        _mm512_storeu_ps(out + (r + 4) * LANES, _mm512_shuffle_f32x4(b[r + 4], b[r + 12], 0x88));
-        _mm512_storeu_ps(out + (r + 8) * LANES, _mm512_shuffle_f32x4(b[r], b[r + 8], 0xdd));
-        _mm512_storeu_ps(out + (r + 12) * LANES, _mm512_shuffle_f32x4(b[r + 4], b[r + 12], 0xdd));
-    }
-#else
-    float lanes[LANES];
-    for (int r = 0; r < LANES; ++r) {
-        store16(lanes, numbers<HALF>(rows[r], i));
-        for (int j = 0; j < LANES; ++j) out[j * LANES + r] = lanes[j];
-    }
-#endif
-}
-
-// Keys low .. high - 1 of a tile as panels [4][dim][16]; lanes beside them are zero.
-template <bool HALF>
-INLINE void pack_keys(const Attention& a, const TileRows& rows, int64_t low, int64_t high, float* out) {
-    alignas(64) static const uint8_t nothing[MAX_DIM * 4] = {};
-    for (int64_t panel = low / LANES; panel * LANES < high; ++panel) {
-        const uint8_t* keys[LANES];
-        float* place = out + panel * a.dim * LANES;
-        for (int64_t lane = 0, j = panel * LANES; lane < LANES; ++lane, ++j)
-            keys[lane] = j >= low && j < high ? rows.key[j] : nothing;
-        int64_t i = 0;
-        for (; i + LANES <= a.dim; i += LANES) transpose16<HALF>(keys, i, place + i * LANES);
-        for (; i < a.dim; ++i)
-            for (int64_t lane = 0; lane < LANES; ++lane) place[i * LANES + lane] = element(a, keys[lane], i);
-    }
-}
-
-// Values as fp32 rows of whole vectors, where they do not lie so in the pool already.
-INLINE void copy_values(const Attention& a, TileRows& rows, int64_t low, int64_t high, const QueryRows& u) {
-    if (!a.bf16 && a.dim % LANES == 0) return;
+// Values once for many rows, or those whose last vector is not whole.
+INLINE void widen_values(const Attention& a, const Tile& from, int64_t low, int64_t high, const QueryRows& u) {
     for (int64_t j = low; j < high; ++j) {
+        const uint8_t* row = from.values[j / LANES] + j % LANES * from.value_step;
         float* place = u.values + j * u.width;
         int64_t d = 0;
-        for (; a.bf16 && d + LANES <= a.dim; d += LANES) store16(place + d, from_bf16(rows.value[j] + 2 * d));
-        for (; d < u.width; ++d) place[d] = d < a.dim ? element(a, rows.value[j], d) : 0.0f;
-        rows.value[j] = reinterpret_cast<const uint8_t*>(place);
+        for (; d + LANES <= a.dim; d += LANES) store16(place + d, widened(row + d * kv_bytes(a.kind), a.kind));
+        for (; d < u.width; ++d) place[d] = d < a.dim ? element(row + d * kv_bytes(a.kind), a.kind) : 0.0f;
     }
+}
+
+// Both, number by number, where blocks are not made of whole panels.
+INLINE void gather_tile(const Attention& a, const int64_t* table, int64_t head, int64_t tile, int64_t low, int64_t high,
+                        const QueryRows& u) {
+    const int64_t size = kv_bytes(a.kind);
+    for (int64_t j = low; j < high; ++j) {
+        const int64_t position = tile * TILE + j, offset = position % a.block_size;
+        const int64_t row = (table[position / a.block_size] * a.kv_heads + head) * a.block_size;
+        const uint8_t* key = a.pool + (row * a.dim + offset) * size;
+        const uint8_t* value = a.pool + (a.value_offset + row + offset) * a.dim * size;
+        for (int64_t d = 0; d < a.dim; ++d) {
+            u.keys[(j / LANES * a.dim + d) * LANES + j % LANES] = element(key + d * a.block_size * size, a.kind);
+            u.values[j * u.width + d] = element(value + d * size, a.kind);
+        }
+        for (int64_t d = a.dim; d < u.width; ++d) u.values[j * u.width + d] = 0.0f;
+    }
+}
+
+// Scores of R rows with V panels of keys of type T: out[r][16 v + lane] = sum over d, ascending, of x[r][d] key[d][lane].
+template <class T, int R, int V>
+void multiply_keys(const float* x, int64_t dim, const uint8_t* const* panels, int64_t step, float* out) {
+    V16 acc[R][V];
+    Out place{out, TILE, LANES, true};
+    begin(acc, place);
+    for (int64_t d = 0; d < dim; ++d) {
+        V16 key[V];
+        for (int v = 0; v < V; ++v) key[v] = widened<T>(panels[v] + d * step);
+        for (int r = 0; r < R; ++r) {
+            V16 value = set16(x[r * dim + d]);
+            for (int v = 0; v < V; ++v) acc[r][v] = fma(value, key[v], acc[r][v]);
+        }
+    }
+    finish(acc, place);
+}
+
+#if LANES_AVX512
+constexpr int KEY_ROWS = 8, KEY_PANELS = 2, FEW_ROWS = 4, FEW_PANELS = 4;  // at most 16 sums, at least 12 but for two rows
+#elif LANES_AVX2
+constexpr int KEY_ROWS = 4, KEY_PANELS = 1, FEW_ROWS = 2, FEW_PANELS = 2;
+#else
+constexpr int KEY_ROWS = 4, KEY_PANELS = 1, FEW_ROWS = 2, FEW_PANELS = 1;
+#endif
+
+template <class T, int V>
+INLINE void multiply_keys_rows(int64_t rows, const float* x, int64_t dim, const uint8_t* const* at, int64_t step, float* out) {
+    switch (rows) {
+        case 1: return multiply_keys<T, 1, V>(x, dim, at, step, out);
+        case 2: return multiply_keys<T, 2, V>(x, dim, at, step, out);
+#if LANES_AVX512
+        case 5: return multiply_keys<T, 5, V>(x, dim, at, step, out);
+        case 6: return multiply_keys<T, 6, V>(x, dim, at, step, out);
+        case 7: return multiply_keys<T, 7, V>(x, dim, at, step, out);
+        case 8: return multiply_keys<T, 8, V>(x, dim, at, step, out);
+#endif
+        case 3: return multiply_keys<T, 3, V>(x, dim, at, step, out);
+        case 4: return multiply_keys<T, 4, V>(x, dim, at, step, out);
+    }
+}
+
+// Few rows take as many panels as they have sums for, so that the chains hide the latency of an addition.
+template <class T>
+INLINE void multiply_keys_few(int64_t rows, const float* x, int64_t dim, const uint8_t* const* at, int64_t step, float* out) {
+    switch (rows) {
+        case 1: return multiply_keys<T, 1, FEW_PANELS>(x, dim, at, step, out);
+        case 2: return multiply_keys<T, 2, FEW_PANELS>(x, dim, at, step, out);
+#if LANES_AVX512
+        case 3: return multiply_keys<T, 3, FEW_PANELS>(x, dim, at, step, out);
+        case 4: return multiply_keys<T, 4, FEW_PANELS>(x, dim, at, step, out);
+#endif
+    }
+}
+
+// Panels first .. end - 1 of a tile, for any number of rows.
+template <class T>
+INLINE void multiply_panels(const QueryRows& u, int64_t dim, const Tile& tile, int64_t first, int64_t end) {
+    for (int64_t p = first; p < end;) {
+        const int64_t left = end - p, few = u.rows <= FEW_ROWS && left >= FEW_PANELS;
+        const int64_t panels = few ? FEW_PANELS : left < KEY_PANELS ? 1 : KEY_PANELS;
+        for (int64_t r = 0; r < u.rows; r += KEY_ROWS) {
+            const int64_t some = u.rows - r < KEY_ROWS ? u.rows - r : KEY_ROWS;
+            float* place = u.scores + r * TILE + p * LANES;
+            if (few)
+                multiply_keys_few<T>(some, u.q + r * dim, dim, tile.keys + p, tile.key_step, place);
+            else if (panels == 1)
+                multiply_keys_rows<T, 1>(some, u.q + r * dim, dim, tile.keys + p, tile.key_step, place);
+            else
+                multiply_keys_rows<T, KEY_PANELS>(some, u.q + r * dim, dim, tile.keys + p, tile.key_step, place);
+        }
+        p += panels;
+    }
+}
+
+// Scores of all rows of a unit with a tile whose keys are of ``kind``; lanes outside [low, high) are anything.
+INLINE void score(const QueryRows& u, int64_t dim, const Tile& tile, int64_t kind, int64_t low, int64_t high) {
+    const int64_t first = low / LANES, end = (high + LANES - 1) / LANES;
+    if (kind == 1) return multiply_panels<BF16>(u, dim, tile, first, end);
+    if (kind == 2) return multiply_panels<F16>(u, dim, tile, first, end);
+    multiply_panels<F32>(u, dim, tile, first, end);
 }
 
 // Lanes outside [from, to) become ``other``.
@@ -197,45 +282,53 @@ INLINE float weigh(float* scores, int64_t low, int64_t high, float& peak) {
     return sum_lanes(add(add(weights[0], weights[1]), add(weights[2], weights[3])));
 }
 
-// R rows times V panels of values, position by position: out[r] = sum over j in [low, high) of w[r][j] v[j].
-template <int R, int V>
-void multiply_values(const float* w, const uint8_t* const* values, int64_t column, int64_t low, int64_t high, float* out,
-                     int64_t ldo) {
+// R rows times V vectors of values of type T: out[r] = sum over j in [low, high), ascending, of w[r][j] v[j].
+template <class T, int R, int V>
+void multiply_values(const float* w, const Tile& tile, int64_t vector, int64_t low, int64_t high, float* out, int64_t ldo) {
     V16 acc[R][V];
-    Out place{out + column, ldo, LANES, true};
+    Out place{out + vector * LANES, ldo, LANES, true};
     begin(acc, place);
-    for (int64_t j = low; j < high; ++j) {
-        const float* row = reinterpret_cast<const float*>(values[j]) + column;
-        V16 value[V];
-        for (int v = 0; v < V; ++v) value[v] = load16(row + v * LANES);
-        for (int r = 0; r < R; ++r) {
-            V16 weight = set16(w[r * TILE + j]);
-            for (int v = 0; v < V; ++v) acc[r][v] = fma(weight, value[v], acc[r][v]);
+    for (int64_t j = low; j < high;) {
+        const uint8_t* row = tile.values[j / LANES] + j % LANES * tile.value_step + vector * T::BYTES;
+        const int64_t end = j / LANES * LANES + LANES, stop = end < high ? end : high;
+        for (; j < stop; ++j, row += tile.value_step) {
+            V16 value[V];
+            for (int v = 0; v < V; ++v) value[v] = widened<T>(row + v * T::BYTES);
+            for (int r = 0; r < R; ++r) {
+                V16 weight = set16(w[r * TILE + j]);
+                for (int v = 0; v < V; ++v) acc[r][v] = fma(weight, value[v], acc[r][v]);
+            }
         }
     }
     finish(acc, place);
 }
 
-template <int R>
-INLINE void add_some(const QueryRows& u, const TileRows& rows, int64_t low, int64_t high, int64_t first) {
+template <class T, int R>
+INLINE void add_some(const QueryRows& u, const Tile& tile, int64_t low, int64_t high, int64_t first) {
     const float* w = u.scores + first * TILE;
     float* out = u.part + first * u.width;
-    int64_t column = 0;
+    int64_t vector = 0, vectors = u.width / LANES;
 #if LANES_AVX512
-    for (; column + 4 * LANES <= u.width; column += 4 * LANES)
-        multiply_values<R, 4>(w, rows.value, column, low, high, out, u.width);
-    for (; column + 2 * LANES <= u.width; column += 2 * LANES)
-        multiply_values<R, 2>(w, rows.value, column, low, high, out, u.width);
+    for (; vector + 4 <= vectors; vector += 4) multiply_values<T, R, 4>(w, tile, vector, low, high, out, u.width);
+    for (; vector + 2 <= vectors; vector += 2) multiply_values<T, R, 2>(w, tile, vector, low, high, out, u.width);
 #endif
-    for (; column < u.width; column += LANES) multiply_values<R, 1>(w, rows.value, column, low, high, out, u.width);
+    for (; vector < vectors; ++vector) multiply_values<T, R, 1>(w, tile, vector, low, high, out, u.width);
 }
 
 // part[r] = sum over j in [low, high) of w[r][j] v[j], for rows first .. first + count - 1.
-INLINE void add_values(const QueryRows& u, const TileRows& rows, int64_t low, int64_t high, int64_t first, int64_t count) {
-    for (; count >= 4; first += 4, count -= 4) add_some<4>(u, rows, low, high, first);
-    if (count == 3) add_some<3>(u, rows, low, high, first);
-    if (count == 2) add_some<2>(u, rows, low, high, first);
-    if (count == 1) add_some<1>(u, rows, low, high, first);
+template <class T>
+INLINE void add_values_of(const QueryRows& u, const Tile& tile, int64_t low, int64_t high, int64_t first, int64_t count) {
+    for (; count >= 4; first += 4, count -= 4) add_some<T, 4>(u, tile, low, high, first);
+    if (count == 3) add_some<T, 3>(u, tile, low, high, first);
+    if (count == 2) add_some<T, 2>(u, tile, low, high, first);
+    if (count == 1) add_some<T, 1>(u, tile, low, high, first);
+}
+
+INLINE void add_values(const QueryRows& u, const Tile& tile, int64_t kind, int64_t low, int64_t high, int64_t first,
+                       int64_t count) {
+    if (kind == 1) return add_values_of<BF16>(u, tile, low, high, first, count);
+    if (kind == 2) return add_values_of<F16>(u, tile, low, high, first, count);
+    add_values_of<F32>(u, tile, low, high, first, count);
 }
 
 // What two parts of a sum are multiplied with when they come under one peak, for sixteen queries at once.
@@ -325,24 +418,48 @@ INLINE bool seen(const Attention& a, const QueryRows& u, int64_t tile, int64_t& 
     return whole;
 }
 
+// A tile as the products read it, and the kinds of its keys and values then.
+struct Ready {
+    Tile tile;
+    int64_t keys, values;
+};
+
+INLINE Ready prepare(const Attention& a, const QueryRows& u, const int64_t* table, int64_t head, int64_t tile, int64_t low,
+                     int64_t high) {
+    const Tile own = own_tile(a, u);
+    if (!in_panels(a)) {
+        gather_tile(a, table, head, tile, low, high, u);
+        return {own, 0, 0};
+    }
+    Ready ready{find_tile(a, table, head, tile, low, high), a.kind, a.kind};
+    const bool many = a.kind != 0 && u.rows > WIDEN_ROWS;
+    if (many) widen_keys(a, ready.tile, low, high, u);
+    if (many || a.dim % LANES != 0) {
+        widen_values(a, ready.tile, low, high, u);
+        std::memcpy(ready.tile.values, own.values, sizeof own.values);
+        ready.tile.value_step = own.value_step;
+        ready.values = 0;
+    }
+    if (many) {
+        std::memcpy(ready.tile.keys, own.keys, sizeof own.keys);
+        ready.tile.key_step = own.key_step;
+        ready.keys = 0;
+    }
+    return ready;
+}
+
 INLINE void attend_tile(const Attention& a, const QueryRows& u, const int64_t* table, int64_t head, int64_t tile,
-                        int64_t next, TileRows& rows, TileRows& later) {
+                        int64_t next) {
     int64_t low, high, next_low, next_high;
     const bool whole = seen(a, u, tile, low, high);
-    seen(a, u, next, next_low, next_high);
-    if (next_high > next_low) {
-        find_rows(a, table, head, next, next_low, next_high, later);
-        if (u.tokens == 1) prefetch_rows(a, later, next_low, next_high);
+    if (u.tokens == 1 && in_panels(a)) {
+        seen(a, u, next, next_low, next_high);
+        if (next_high > next_low)
+            prefetch_tile(a, find_tile(a, table, head, next, next_low, next_high), next_low, next_high);
     }
     if (high <= low) return;
-    if (a.bf16)
-        pack_keys<true>(a, rows, low, high, u.keys);
-    else
-        pack_keys<false>(a, rows, low, high, u.keys);
-    copy_values(a, rows, low, high, u);
-    const int64_t left = low / LANES * LANES, right = (high + LANES - 1) / LANES * LANES;
-    multiply_all(u.rows, u.q, a.dim, u.keys + left * a.dim, a.dim * LANES, LANES, a.dim, u.scores + left, TILE, right - left,
-                 true);
+    const Ready ready = prepare(a, u, table, head, tile, low, high);
+    score(u, a.dim, ready.tile, ready.keys, low, high);
     float peaks[UNIT_ROWS], sums[UNIT_ROWS];
     for (int64_t begin = 0; begin < u.rows; begin += UNIT_ROWS) {
         const int64_t end = u.rows - begin < UNIT_ROWS ? u.rows : begin + UNIT_ROWS;
@@ -357,10 +474,10 @@ INLINE void attend_tile(const Attention& a, const QueryRows& u, const int64_t* t
             if (!whole && (r + 1 == token_end || r + 1 == end)) {
                 int64_t start = r / u.group * u.group;
                 start = start < begin ? begin : start;
-                add_values(u, rows, from, to, start, r + 1 - start);
+                add_values(u, ready.tile, ready.values, from, to, start, r + 1 - start);
             }
         }
-        if (whole) add_values(u, rows, 0, TILE, begin, end - begin);
+        if (whole) add_values(u, ready.tile, ready.values, 0, TILE, begin, end - begin);
         for (int64_t r = begin; r < end; r += LANES) {
             const int64_t some = end - r < LANES ? end - r : LANES;
             if (a.partials == nullptr && some > 1)
@@ -426,14 +543,8 @@ void attend(const Attention& a, int64_t unit, Scratch& scratch) {
         u.sum[r] = -1;
     }
     if (good) {
-        TileRows places[2];
-        int64_t low, high, tile = first_tile(a, first) + segment, turn = 0;
-        if (tile <= last / TILE) {
-            seen(a, u, tile, low, high);
-            if (high > low) find_rows(a, table, head, tile, low, high, places[0]);
-        }
-        for (; tile <= last / TILE; tile += segments, turn ^= 1)
-            attend_tile(a, u, table, head, tile, tile + segments, places[turn], places[turn ^ 1]);
+        for (int64_t tile = first_tile(a, first) + segment; tile <= last / TILE; tile += segments)
+            attend_tile(a, u, table, head, tile, tile + segments);
     }
     if (a.partials != nullptr) return;
     for (int64_t r = 0; r < u.rows; ++r)

@@ -249,7 +249,7 @@ struct Rotate {
     const float* q_norm;  // [dim] or null
     const float* k_norm;
     uint8_t* pool;  // one layer, see attention.h
-    int64_t tokens, ld, length, heads, kv_heads, dim, block_size, value_offset, rows, bf16;
+    int64_t tokens, ld, length, heads, kv_heads, dim, block_size, value_offset, rows, kind;
     double eps;
 };
 
@@ -262,13 +262,22 @@ void rotate_head(const float* x, const float* cos, const float* sin, int64_t dim
     }
 }
 
-void write_row(const Rotate& a, int64_t row, const float* x) {
-    if (!a.bf16) {
-        std::memcpy(a.pool + row * a.dim * 4, x, size_t(a.dim) * 4);
-        return;
-    }
-    uint16_t* out = reinterpret_cast<uint16_t*>(a.pool) + row * a.dim;
-    for (int64_t i = 0; i < a.dim; ++i) out[i] = float_to_bf16(x[i]);
+// One number of K/V; what fp16 has no room for becomes its largest number.
+INLINE void write_number(const Rotate& a, int64_t index, float x) {
+    if (a.kind == 0)
+        reinterpret_cast<float*>(a.pool)[index] = x;
+    else
+        reinterpret_cast<uint16_t*>(a.pool)[index] = a.kind == 1 ? float_to_bf16(x) : float_to_half(x);
+}
+
+// Keys of a block lie turned (attention.h).
+void write_key(const Rotate& a, int64_t row, const float* x) {
+    const int64_t offset = row % a.block_size, first = (row - offset) * a.dim + offset;
+    for (int64_t i = 0; i < a.dim; ++i) write_number(a, first + i * a.block_size, x[i]);
+}
+
+void write_value(const Rotate& a, int64_t row, const float* x) {
+    for (int64_t i = 0; i < a.dim; ++i) write_number(a, row * a.dim + i, x[i]);
 }
 
 void rotate(const void* job, int64_t token, Scratch& scratch) {
@@ -294,11 +303,11 @@ void rotate(const void* job, int64_t token, Scratch& scratch) {
         if (h < a.heads)
             std::memcpy(x, turned, size_t(a.dim) * 4);
         else
-            write_row(a, slot + (h - a.heads) * a.block_size, turned);
+            write_key(a, slot + (h - a.heads) * a.block_size, turned);
     }
     const float* values = qkv + (a.heads + a.kv_heads) * a.dim;
     for (int64_t h = 0; h < a.kv_heads; ++h)
-        write_row(a, slot + h * a.block_size + a.value_offset, values + h * a.dim);
+        write_value(a, slot + h * a.block_size + a.value_offset, values + h * a.dim);
 }
 
 // SiLU(gate) * up -----------------------------------------------------------------------------------------------------

@@ -28,6 +28,7 @@ LANES = 16  # outputs of a panel
 GROUP = 32  # numbers that share a scale
 _INTEGER = tuple(INTEGER.values())
 MAX_HEAD_DIM = 256
+KV_TYPES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}  # of a pool: attention.h knows them by number
 WISH = 48  # bytes that say how a row is drawn: seed, temperature, top_p, min_p, top_k, position
 NUM_WEIGHTS = 2586  # of the table that sampling.h reads
 MAX_COUNT = 2**31  # rows, columns, positions: products of two stay far below 2**63
@@ -196,7 +197,7 @@ def _rotate(
         layout.block_size,
         layout.value_offset,
         2 * layout.value_offset,
-        cache.dtype == torch.bfloat16,
+        KV_TYPES[cache.dtype],
         eps,
     )
 
@@ -245,7 +246,7 @@ def _attend(
         layout.dim,
         layout.block_size,
         window or 0,
-        cache.dtype == torch.bfloat16,
+        KV_TYPES[cache.dtype],
         _address(partials),
         segments,
         tiles,
@@ -407,11 +408,12 @@ def _matrix(
 
 
 def _cache(layout: HeadLayout, cache: Tensor) -> None:
-    shape = (2, layout.blocks, layout.kv_heads, layout.block_size, layout.dim)
+    shape = (2, layout.blocks, layout.kv_heads, layout.block_size * layout.dim)
     if cache.shape != shape or not cache.is_contiguous() or cache.device.type != "cpu":
         raise BadCall(f"the pool's layer is {_told(cache)}, but must be contiguous, of shape {shape}")
-    if cache.dtype not in (torch.float32, torch.bfloat16):
-        raise BadCall(f"the pool's layer is {cache.dtype}, but must be float32 or bfloat16")
+    if cache.dtype not in KV_TYPES:
+        allowed = ", ".join(str(dtype).removeprefix("torch.") for dtype in KV_TYPES)
+        raise BadCall(f"the pool's layer is {cache.dtype}, but must be one of {allowed}")
 
 
 def _told(tensor: Tensor) -> str:

@@ -57,7 +57,7 @@ class _Buffers:
 
 
 class NativeNetwork:
-    """Steps over one cache and one arena; ``threads`` may be shared by several networks. ``kv_dtype``: fp32 or bf16."""
+    """Steps over one cache and one arena; ``threads`` may be shared by several networks. ``kv_dtype``: fp32, fp16 or bf16."""
 
     def __init__(
         self, weights: NativeWeights, sizes: Sizes, threads: Pool, kv_dtype: torch.dtype = torch.float32
@@ -66,7 +66,7 @@ class NativeNetwork:
         self._weights, self._kernels = weights, Kernels(threads)
         self.vocab_size = config.vocab_size
         self.device = torch.device("cpu")
-        self.pool = KVPool(config, sizes.num_blocks, sizes.block_size, self.device, kv_dtype)
+        self.pool = KVPool(config, sizes.num_blocks, sizes.block_size, self.device, kv_dtype, turned=True)
         self.graphs = NativeGraphs()
         blocks = self.pool.layers[0].shape[1]
         self._heads = HeadLayout(config.num_heads, config.num_kv_heads, config.head_dim, sizes.block_size, blocks)

@@ -29,6 +29,15 @@ constexpr int64_t K_PIECE = 128;  // k's of one tile that stay in the first-leve
 // From this many rows on the sums of a tile have left the caches when the next piece of k needs them, which costs more than
 // weights from the second level: pieces are as long as it has room for.
 constexpr int64_t MANY = 128, K_LONG = 1536;
+// How far ahead of their use weights of few rows are asked for: the hardware does not see so many streams coming.
+constexpr int64_t AHEAD = 1536;
+
+INLINE void prefetch(const uint8_t* p, int64_t bytes) {
+    int64_t byte = 0;
+    for (; byte + 256 <= bytes; byte += 256)
+        for (int64_t line = 0; line < 256; line += 64) __builtin_prefetch(p + byte + line, 0, 3);
+    for (; byte < bytes; byte += 64) __builtin_prefetch(p + byte, 0, 3);
+}
 
 // Weight types: a group is what shares scales, ``step`` gives STEP consecutive k's of it.
 
@@ -123,14 +132,15 @@ INLINE void finish(const V16 (&acc)[R][V], const Out& out) {
             store16(out.p + r * out.stride + v * LANES, acc[r][v], v + 1 < V ? LANES : out.lanes);
 }
 
-// R rows times V panels of fp32 at w, w + panel, ...; consecutive k's lie ``step`` floats apart.
+// R rows times V panels of fp32 at w, w + panel, ...; consecutive k's lie ``step`` floats apart. ``far``: in no near cache yet.
 template <int R, int V>
-void multiply(const float* x, int64_t ldx, const float* w, int64_t panel, int64_t step, int64_t count, const Out& out) {
+void multiply(const float* x, int64_t ldx, const float* w, int64_t panel, int64_t step, int64_t count, bool far, const Out& out) {
     V16 acc[R][V];
     begin(acc, out);
     for (int64_t k = 0; k < count; ++k) {
         V16 weight[V];
         for (int v = 0; v < V; ++v) weight[v] = load16(w + v * panel + k * step);
+        for (int v = 0; v < V && far; ++v) __builtin_prefetch(w + v * panel + k * step + AHEAD / 4, 0, 3);
         for (int r = 0; r < R; ++r) {
             V16 value = set16(x[r * ldx + k]);
             for (int v = 0; v < V; ++v) acc[r][v] = fma(value, weight[v], acc[r][v]);
@@ -146,7 +156,11 @@ void multiply_stored(const float* x, int64_t ldx, const uint8_t* w, int64_t pane
     begin(acc, out);
     for (int64_t g = 0; g < groups; ++g) {
         typename T::Scale scale[V];
-        for (int v = 0; v < V; ++v) scale[v] = T::scale(w + v * panel + g * T::BYTES);
+        for (int v = 0; v < V; ++v) {
+            const uint8_t* group = w + v * panel + g * T::BYTES;
+            scale[v] = T::scale(group);
+            prefetch(group + AHEAD, T::BYTES);
+        }
         for (int64_t i = 0; i < T::GROUP / T::STEP; ++i) {
             const float* values = x + g * T::GROUP + i * T::STEP;
             for (int v = 0; v < V; ++v) {
@@ -162,19 +176,19 @@ void multiply_stored(const float* x, int64_t ldx, const uint8_t* w, int64_t pane
 
 template <int V>
 INLINE void multiply_rows(int rows, const float* x, int64_t ldx, const float* w, int64_t panel, int64_t step, int64_t count,
-                          const Out& out) {
+                          bool far, const Out& out) {
     switch (rows) {
-        case 1: return multiply<1, V>(x, ldx, w, panel, step, count, out);
-        case 2: return multiply<2, V>(x, ldx, w, panel, step, count, out);
-        case 3: return multiply<3, V>(x, ldx, w, panel, step, count, out);
-        case 4: return multiply<4, V>(x, ldx, w, panel, step, count, out);
+        case 1: return multiply<1, V>(x, ldx, w, panel, step, count, far, out);
+        case 2: return multiply<2, V>(x, ldx, w, panel, step, count, far, out);
+        case 3: return multiply<3, V>(x, ldx, w, panel, step, count, far, out);
+        case 4: return multiply<4, V>(x, ldx, w, panel, step, count, far, out);
 #if LANES_AVX512 || LANES_AVX2
-        case 5: return multiply<5, V>(x, ldx, w, panel, step, count, out);
-        case 6: return multiply<6, V>(x, ldx, w, panel, step, count, out);
+        case 5: return multiply<5, V>(x, ldx, w, panel, step, count, far, out);
+        case 6: return multiply<6, V>(x, ldx, w, panel, step, count, far, out);
 #endif
 #if LANES_AVX512
-        case 7: return multiply<7, V>(x, ldx, w, panel, step, count, out);
-        case 8: return multiply<8, V>(x, ldx, w, panel, step, count, out);
+        case 7: return multiply<7, V>(x, ldx, w, panel, step, count, far, out);
+        case 8: return multiply<8, V>(x, ldx, w, panel, step, count, far, out);
 #endif
     }
 }
@@ -182,7 +196,7 @@ INLINE void multiply_rows(int rows, const float* x, int64_t ldx, const float* w,
 // Any number of rows and of columns (n, in panels of 16) of fp32 weights.
 __attribute__((noinline)) static void multiply_all(int64_t rows, const float* x, int64_t ldx, const float* w,
                                                    int64_t panel, int64_t step, int64_t count, float* out, int64_t ldo,
-                                                   int64_t n, bool fresh) {
+                                                   int64_t n, bool far, bool fresh) {
     for (int64_t c = 0; c < n;) {
         int64_t left = (n - c + LANES - 1) / LANES, panels = left < PANELS ? left : PANELS;
         if (PANELS > 2 && left == PANELS + 1) panels = 2;  // a tile of keys is four panels: two and two, not three and one
@@ -192,10 +206,10 @@ __attribute__((noinline)) static void multiply_all(int64_t rows, const float* x,
         for (int64_t r = 0; r < rows; r += ROWS) {
             int some = int(rows - r < ROWS ? rows - r : ROWS);
             Out place{out + r * ldo + c, ldo, lanes, fresh};
-            if (panels == 1) multiply_rows<1>(some, x + r * ldx, ldx, weights, panel, step, count, place);
+            if (panels == 1) multiply_rows<1>(some, x + r * ldx, ldx, weights, panel, step, count, far && r == 0, place);
 #if LANES_AVX512
-            if (panels == 2) multiply_rows<2>(some, x + r * ldx, ldx, weights, panel, step, count, place);
-            if (panels == 3) multiply_rows<3>(some, x + r * ldx, ldx, weights, panel, step, count, place);
+            if (panels == 2) multiply_rows<2>(some, x + r * ldx, ldx, weights, panel, step, count, far && r == 0, place);
+            if (panels == 3) multiply_rows<3>(some, x + r * ldx, ldx, weights, panel, step, count, far && r == 0, place);
 #endif
         }
         c += width;
@@ -282,8 +296,13 @@ void linear_tile(const Linear& a, int64_t first, int64_t panels, float* scratch)
                 stride = count * LANES;
                 for (int64_t p = 0; p < panels; ++p) expand<T>(w + p * bytes, k / T::GROUP, count, scratch + p * stride);
                 piece = scratch;
+                const bool last = k + count == a.k;  // the next tile's weights lie behind this one's
+                for (int64_t p = 0; p < panels && a.rows < MANY; ++p)
+                    prefetch(w + (last ? panels + p : p) * bytes + (last ? 0 : (k + count) / T::GROUP * T::BYTES),
+                             longest / T::GROUP * T::BYTES);
             }
-            multiply_all(a.rows, a.x + k, a.ldx, piece, stride, LANES, count, a.out + column, a.ldo, n, k == 0);
+            multiply_all(a.rows, a.x + k, a.ldx, piece, stride, LANES, count, a.out + column, a.ldo, n,
+                         T::BYTES == F32::BYTES && a.rows < MANY, k == 0);
         }
     }
     add_bias(a.bias, a.rows, column, n, a.out, a.ldo);

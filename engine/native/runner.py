@@ -43,11 +43,14 @@ def prepare(progress: Progress | None) -> None:
         progress("preparing kernels", 1, 1)
 
 
+_KEYS = {torch.float32: "", torch.float16: ", K/V in fp16", torch.bfloat16: ", K/V in bf16"}
+
+
 class NativeRunner(PlanRunner):
     """``threads`` computes on that many threads (by default one for each core that this process may use).
 
     ``weights`` lets several runners of one model share what ``load_native`` made, ``pool`` their threads; ``cache`` keeps
-    packed weights for later starts; ``kv_dtype``: fp32 or bf16; ``integer``: 8-bit activations; ``pin``: threads stay on
+    packed weights for later starts; ``kv_dtype``: fp32, fp16 or bf16; ``integer``: 8-bit activations; ``pin``: threads stay on
     their cores where they are as many. Raises ``BuildError``
     without a working compiler and ``LoadError`` for a bad tensor.
     """
@@ -83,7 +86,7 @@ class NativeRunner(PlanRunner):
         bits = self.weights.library.vector_bits
         vectors = f"{bits}-bit vectors" if bits else "vectors by the compiler"
         tiles = " and matrix tiles" if self.weights.library.tiles else ""
-        keys = ", K/V in bf16" if self._kv_dtype == torch.bfloat16 else ""
+        keys = _KEYS[self._kv_dtype]
         activations = ", 8-bit activations" if self.weights.integer else ""
         return f"native kernels, {vectors}{tiles}{activations}{keys}"
 

@@ -304,12 +304,12 @@ class Watched:
         self._follow(plan)
         expected = {self._cell(row, position) for row, position in _written(plan)}
         self._poison()
-        before = [layer.clone() for layer in self.inner.pool.layers]
+        before = [part.clone() for part in self.inner.pool.parts]
         sampled = self.inner.execute(plan)
         changed: set[tuple[int, int]] = set()
-        for old, new in zip(before, self.inner.pool.layers, strict=True):
-            differs = (old.view(torch.int32) != new.view(torch.int32)).any(dim=4)
-            everywhere, anywhere = differs.all(dim=2).all(dim=0), differs.any(dim=2).any(dim=0)
+        for old, new in zip(before, self.inner.pool.parts, strict=True):
+            differs = (old.view(torch.int32) != new.view(torch.int32)).any(dim=3)
+            everywhere, anywhere = differs.all(dim=1), differs.any(dim=1)
             changed |= {(int(b), int(o)) for b, o in anywhere.nonzero() if b != self.inner.pool.trash_block}
             if not all(everywhere[block, offset] for block, offset in expected):
                 self.complaints.append(f"iteration {plan.iteration}: a layer did not write all of {sorted(expected)}")
@@ -356,8 +356,8 @@ class Watched:
                 keep[self._cell(row, position)] = True
         if self.inner.limits.prefix_cache:
             keep[list(self.full)] = True
-        for layer in pool.layers:
-            layer.masked_fill_(~keep[None, :, None, :, None], float("nan"))
+        for part in pool.parts:
+            part.masked_fill_(~keep[:, None, :, None], float("nan"))
 
 
 def _written(plan: Plan) -> list[tuple[int, int]]:

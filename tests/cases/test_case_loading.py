@@ -31,6 +31,7 @@ def answers_of(model: LoadedModel) -> list[Answer]:
     config = EngineConfig(
         device="cpu",
         threads=1,
+        kv_dtype="float32",  # as the dense forward has it
         block_size=4,
         num_kv_blocks=16,
         max_num_seqs=4,

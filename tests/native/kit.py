@@ -13,6 +13,7 @@ from gguf import GGMLQuantizationType, quants
 from torch import Tensor
 
 import engine.native
+from engine.compute.kv import by_position
 from engine.native.build import SOURCES
 from engine.native.kernels import HeadLayout, Kernels
 from engine.native.library import Library, Packed
@@ -69,16 +70,25 @@ class Cache:
     """One layer of a pool, filled with the keys and values of some requests; every other cell is ``poison``."""
 
     def __init__(self, layout: HeadLayout, dtype: torch.dtype = torch.float32, poison: float = float("nan")) -> None:
-        shape = (2, layout.blocks, layout.kv_heads, layout.block_size, layout.dim)
         self.layout = layout
-        self.pool = torch.full(shape, poison, dtype=dtype)
+        self.pool = torch.full(pool_shape(layout), poison, dtype=dtype)
+        self.parts = parts_of(self.pool, layout)
 
     def write(self, table: Sequence[int], keys: Tensor, values: Tensor) -> None:
         """``keys`` and ``values`` [positions, kv_heads, dim]."""
         size = self.layout.block_size
         for position in range(len(keys)):
-            for part, rows in enumerate((keys, values)):
-                self.pool[part, table[position // size], :, position % size] = rows[position]
+            for part, rows in zip(self.parts, (keys, values), strict=True):
+                part[table[position // size], :, position % size] = rows[position]
+
+
+def pool_shape(layout: HeadLayout) -> tuple[int, ...]:
+    return 2, layout.blocks, layout.kv_heads, layout.block_size * layout.dim
+
+
+def parts_of(pool: Tensor, layout: HeadLayout) -> tuple[Tensor, Tensor]:
+    """Keys and values of one layer of a pool, [blocks, kv_heads, block_size, dim]."""
+    return by_position(pool, layout.block_size, turned=True)
 
 
 def attention_in_fp64(q: Tensor, keys: Tensor, values: Tensor, position: int, window: int | None) -> F64:

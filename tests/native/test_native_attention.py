@@ -70,7 +70,7 @@ class Scene:
 
 
 @pytest.mark.parametrize("case", CASES)
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
 def test_error_against_fp64(case: str, dtype: torch.dtype) -> None:
     scene = Scene(case, dtype=dtype)
     out = scene.run(0, LENGTH).reshape(LENGTH, scene.layout.heads, -1)
@@ -81,7 +81,7 @@ def test_error_against_fp64(case: str, dtype: torch.dtype) -> None:
 
 
 @pytest.mark.parametrize("case", CASES)
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
 def test_decode_chunks_and_recompute_agree(case: str, dtype: torch.dtype) -> None:
     scene = Scene(case, dtype=dtype)
     whole = scene.run(0, LENGTH)

@@ -53,7 +53,7 @@ def outputs(of: Library, kind: str) -> list[torch.Tensor]:
 def attended(of: Library, dtype: torch.dtype, dim: int) -> list[torch.Tensor]:
     """Keys and values written through ``rotate``, then decode of some rows and a chunk, across the border of a tile."""
     layout, length, kernel = HeadLayout(6, 2, dim, 4, 60), 90, kernels_of(of, 2)
-    pool = torch.full((2, 60, 2, 4, dim), float("nan"), dtype=dtype)
+    pool = torch.full((2, 60, 2, 4 * dim), float("nan"), dtype=dtype)
     blocks = torch.randperm(60, generator=torch.Generator().manual_seed(1))[: -(-length // 4)]
     at, qkv = torch.arange(length), numbers(dim, length, layout.width)
     cos, sin = numbers(3, length, dim), numbers(4, length, dim)
@@ -79,7 +79,7 @@ def test_avx2_and_avx512_give_the_same_bytes(tmp_path: Path) -> None:
     assert not wide.tiles
     for kind in TYPES:
         assert all(map(same_bytes, outputs(narrow, kind), outputs(wide, kind)))
-    for dtype in (torch.float32, torch.bfloat16):
+    for dtype in (torch.float32, torch.bfloat16, torch.float16):
         for dim in (16, 18, 64, 96):  # keys are turned around in whole vectors, and what is left one by one
             assert all(map(same_bytes, attended(narrow, dtype, dim), attended(wide, dtype, dim))), (dtype, dim)
 
@@ -95,7 +95,7 @@ def test_portable_path(tmp_path: Path) -> None:
         for mine, other in zip(found, outputs(library(), kind), strict=True):
             torch.testing.assert_close(mine, other, rtol=1e-4, atol=1e-5)
         assert same_bytes(found[0][:1], found[1])
-    for dtype in (torch.float32, torch.bfloat16):
+    for dtype in (torch.float32, torch.bfloat16, torch.float16):
         for mine, other in zip(attended(portable, dtype, 40), attended(library(), dtype, 40), strict=True):
             torch.testing.assert_close(mine, other, rtol=1e-4, atol=1e-4, equal_nan=True)  # what no token wrote
 

@@ -10,7 +10,7 @@ from torch import Tensor
 from engine.compute.rope import rope_tables
 from engine.loading.synthetic import synthetic_config
 from engine.native.kernels import HeadLayout
-from tests.native.kit import kernels, numbers, same_bytes
+from tests.native.kit import kernels, numbers, parts_of, pool_shape, same_bytes
 
 EPS = 1e-5
 
@@ -69,7 +69,7 @@ def test_silu_at_its_ends() -> None:
 
 
 @pytest.mark.parametrize(("heads", "kv_heads", "dim"), [(9, 3, 64), (5, 1, 8), (4, 2, 32), (2, 2, 256)])
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("normed", [False, True])
 def test_rotate_and_write(heads: int, kv_heads: int, dim: int, dtype: torch.dtype, normed: bool) -> None:
     layout = HeadLayout(heads, kv_heads, dim, 4, 6)
@@ -78,24 +78,26 @@ def test_rotate_and_write(heads: int, kv_heads: int, dim: int, dtype: torch.dtyp
     positions, cells = torch.tensor([30, 0, 7]), [(5, 2), (0, 0), (3, 3)]  # (block, offset in it)
     slots = torch.tensor([block * kv_heads * 4 + offset for block, offset in cells])
     norms = (numbers(2, dim), numbers(3, dim), EPS) if normed else None
-    cache = torch.full((2, 6, kv_heads, 4, dim), 7.0, dtype=dtype)
+    cache = torch.full(pool_shape(layout), 7.0, dtype=dtype)
+    keys, values = parts_of(cache, layout)
     given = qkv.clone()
     kernels().rotate(layout, qkv, (positions, slots), tables, norms, cache)
     split = given.reshape(3, heads + 2 * kv_heads, dim)
     q, k, v = split[:, :heads], split[:, heads : heads + kv_heads], split[:, heads + kv_heads :]
     if norms is not None:
         q, k = (torch.from_numpy(norm_in_fp64(part, weight)) for part, weight in ((q, norms[0]), (k, norms[1])))
-    tolerance = 1e-2 if dtype == torch.bfloat16 else 3e-6
+    tolerance = {torch.float32: 3e-6, torch.bfloat16: 1e-2, torch.float16: 1e-3}[dtype]
     turned = turn(q, tables, positions)
     np.testing.assert_allclose(qkv[:, : heads * dim].reshape(3, heads, dim).numpy(), turned, rtol=3e-6, atol=3e-6)
     turned = turn(k, tables, positions)
     for token, (block, offset) in enumerate(cells):
-        np.testing.assert_allclose(cache[0, block, :, offset].float().numpy(), turned[token], tolerance, tolerance)
-        assert torch.equal(cache[1, block, :, offset], v[token].to(dtype))  # bf16: to nearest, as torch rounds
+        np.testing.assert_allclose(keys[block, :, offset].float().numpy(), turned[token], tolerance, tolerance)
+        assert torch.equal(values[block, :, offset], v[token].to(dtype))  # to nearest, as torch rounds
     untouched = torch.ones(6, 4, dtype=torch.bool)
     for block, offset in cells:
         untouched[block, offset] = False
-    assert (cache.permute(1, 3, 0, 2, 4)[untouched] == 7).all()
+    for part in (keys, values):
+        assert (part.transpose(1, 2)[untouched] == 7).all()
 
 
 def turn(x: Tensor, tables: tuple[Tensor, Tensor], positions: Tensor) -> np.ndarray:
@@ -108,7 +110,7 @@ def turn(x: Tensor, tables: tuple[Tensor, Tensor], positions: Tensor) -> np.ndar
 def test_slot_outside_the_pool_writes_nothing() -> None:
     layout = HeadLayout(2, 1, 8, 4, 3)
     tables = rope_tables(synthetic_config(head_dim=8), 16)
-    cache = torch.full((2, 3, 1, 4, 8), 7.0)
+    cache = torch.full(pool_shape(layout), 7.0)
     for position, slot in ((0, 12), (0, -1), (0, 2**62), (16, 0), (-1, 0)):
         qkv = numbers(1, 1, layout.width)
         kernels().rotate(layout, qkv, (torch.tensor([position]), torch.tensor([slot])), tables, None, cache)
@@ -118,7 +120,7 @@ def test_slot_outside_the_pool_writes_nothing() -> None:
 
 def test_slot_whose_last_head_would_overflow_writes_nothing() -> None:
     layout, tables = HeadLayout(2, 2, 8, 4, 3), rope_tables(synthetic_config(head_dim=8), 16)
-    cache = torch.full((2, 3, 2, 4, 8), 7.0)
+    cache = torch.full(pool_shape(layout), 7.0)
     for slot in (2**63 - 1, 2**63 - 5, 20):  # of 24 cells the last four of a block belong to its second head
         qkv = numbers(1, 1, layout.width)
         kernels().rotate(layout, qkv, (torch.tensor([0]), torch.tensor([slot])), tables, None, cache)
