@@ -191,7 +191,7 @@ def test_broken_order_is_noticed(folder: Path, tmp_path: Path) -> None:
             "for (int64_t k = 0; k < a.k; k += longest) {",
             "for (int64_t k = (a.k - 1) / longest * longest; k >= 0; k -= longest) {",
         ),
-        ("a.ldo, n, k == 0);", "a.ldo, n, k == (a.k - 1) / longest * longest);"),
+        ("a.rows < MANY, k == 0);", "a.rows < MANY, k == (a.k - 1) / longest * longest);"),
     )
     broken = Library(built(folder=source, cache=tmp_path / "cache", extra=("-O1",)))
     found = row_differences(kernels_of(broken, 1), kernels_of(broken, 2), "F32", 33, 160, broken)

@@ -20,7 +20,7 @@ from tests.native.test_native_pairs import STEPS, Case, alone_on, crowd_on
 PROMPT = 61  # decoding crosses the border of the first tile
 PLAIN: dict[str, Any] = {
     "weights": "shipped",
-    "kv": torch.float32,
+    "kv": torch.float16,
     "rows": 1,
     "place": "first",
     "chunk": 1000,
@@ -38,6 +38,7 @@ CASES: dict[str, dict[str, Any]] = {
     "chunks of 64 across two tiles": {"rows": 2, "chunk": 64, "prompt": 125},
     "preempted and computed anew": {"rows": 2, "history": "preempted", "threads": 2},
     "a warm prefix cache": {"rows": 2, "history": "warm", "chunk": 16},
+    "keys in fp32": {"rows": 2, "kv": torch.float32, "threads": 2, "tape": "padded"},
     "keys in bf16": {"rows": 2, "kv": torch.bfloat16, "threads": 2, "tape": "padded"},
 }
 
@@ -78,5 +79,6 @@ def test_same_bytes(name: str, integer: bool) -> None:
 def test_other_bytes_are_seen() -> None:
     """8-bit activations, keys in bf16 and another prompt each give others at every position that both have."""
     base = alone(False, torch.float32, PROMPT)
-    for other in (alone(True, torch.float32, PROMPT), alone(False, torch.bfloat16, PROMPT)):
+    narrow = [alone(False, kind, PROMPT) for kind in (torch.float16, torch.bfloat16)]
+    for other in (alone(True, torch.float32, PROMPT), *narrow):
         assert all(base[position] != other[position] for position in base)
