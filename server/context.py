@@ -34,7 +34,7 @@ log = structlog.get_logger("lockstep.answer")
 
 TORCH = metadata.version("torch")
 # Rows of the table that change no byte.
-_SIZES = frozenset({"KV cache", "context", "prefix cache", "batch", "recorded graphs"})
+_SIZES = frozenset({"weights", "KV cache", "context", "prefix cache", "batch", "recorded graphs"})
 
 
 @attrs.define

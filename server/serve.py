@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import gc
 import logging
 import os
 import signal
@@ -60,6 +61,7 @@ def serve(config: EngineConfig, settings: ServerSettings, sock: socket.socket, p
 
         progress.begin("reading the model")
         made = Engine.from_config(config, progress)
+        set_aside()
         seconds = progress.stop()
         return made
 
@@ -90,6 +92,13 @@ def serve(config: EngineConfig, settings: ServerSettings, sock: socket.socket, p
         sys.stderr.flush()
         os._exit(status)
     return status
+
+
+def set_aside() -> None:
+    """What exists now stays until the end, so the garbage collector need not look through it again and again: that would stop
+    every answer for as long as it takes, 130 ms for the quarter of a million objects of the default model's server."""
+    gc.collect()
+    gc.freeze()
 
 
 def _settings_errors() -> tuple[type[Exception], ...]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+import pytest
 from fastapi.testclient import TestClient
 
 from server.app import create_app
@@ -49,3 +50,19 @@ def test_a_stranger_learns_that_the_server_lives_and_nothing_else() -> None:
         assert read(client) == {"status": "ok"}
         assert read(client, headers={"authorization": "Bearer wrong"}) == {"status": "ok"}
         assert "readings" in read(client, headers={"authorization": "Bearer secret"})
+
+
+def test_the_fingerprint_is_that_of_the_bytes(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where the packed weights lie, which differs between a first start and a second, changes no answer; kernels do."""
+    engine = stub_engine()
+
+    def fingerprint(client: TestClient, **changes: str) -> str:
+        rows = {"weights": "92 MiB, in memory", "compute": "native kernels, 512-bit vectors", **changes}
+        monkeypatch.setattr(engine, "capacity", lambda: list(rows.items()))
+        told: str = read(client, "/server_info")["system_fingerprint"]
+        return told
+
+    with TestClient(create_app(engine)) as client:
+        first = fingerprint(client)
+        assert first == fingerprint(client, weights="92 MiB, mapped from a file")
+        assert first != fingerprint(client, compute="native kernels, 512-bit vectors, K/V in fp16")

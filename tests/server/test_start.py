@@ -193,3 +193,36 @@ def test_a_quiet_log_level_starts_quietly(capsys: pytest.CaptureFixture[str]) ->
     progress.begin("reading the model")
     progress.stop()
     assert capsys.readouterr().err == ""
+
+
+STARTED = """
+import gc, socket, sys
+from engine.config import EngineConfig
+from engine.engine import Engine
+from server import serve
+from server.console import StartProgress
+from server.settings import ServerSettings
+
+class Enough(Exception):
+    pass
+
+def made(make, *rest):
+    engine = make()
+    print(engine, gc.get_freeze_count() > 1000, gc.isenabled())
+    raise Enough
+
+Engine.from_config = lambda config, progress: "an engine"
+serve.create_lazy_app = made
+try:
+    serve.serve(EngineConfig(), ServerSettings(), socket.create_server(("127.0.0.1", 0)), StartProgress("a model"))
+except Enough:
+    sys.exit(7)
+"""
+
+
+def test_what_a_start_leaves_is_not_collected_again_and_again() -> None:
+    """Otherwise every answer stands still for more than a tenth of a second whenever all of it is looked through."""
+    done = subprocess.run(
+        [sys.executable, "-c", STARTED], cwd=ROOT, capture_output=True, text=True, timeout=100, check=False
+    )
+    assert (done.returncode, done.stdout.splitlines()[-1]) == (7, "an engine True True"), done.stderr
