@@ -29,10 +29,11 @@ from engine.request import SamplingParams
 
 WINDOW, PREFILL, CONTINUED, ROUNDS = 256, 128, 8, 3
 VARIANTS: dict[str, dict[str, Any]] = {
-    "fp32": {"compute": "native"},
+    "fp32": {"compute": "native", "kv_dtype": "float32"},
+    "fp16 K/V": {"compute": "native", "kv_dtype": "float16"},
     "bf16 K/V": {"compute": "native", "kv_dtype": "bfloat16"},
-    "int8": {"compute": "int8"},
-    "int8, bf16 K/V": {"compute": "int8", "kv_dtype": "bfloat16"},
+    "int8": {"compute": "int8", "kv_dtype": "float32"},
+    "int8, fp16 K/V": {"compute": "int8", "kv_dtype": "float16"},
 }
 
 
