@@ -5,13 +5,16 @@ Imports neither torch nor FastAPI, so that ``--help`` and ``--dry-run`` answer a
 
 from __future__ import annotations
 
+import contextlib
 import os
 import re
+import signal
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from difflib import get_close_matches
 from importlib import metadata, util
 from pathlib import Path
+from types import FrameType
 from typing import Any
 
 import attrs
@@ -68,16 +71,32 @@ def main(arguments: Sequence[str] | None = None) -> int:
     try:
         sock = bind(settings.host, settings.port)
         logs.configure(settings.log_level, settings.log_format)
-        progress = StartProgress(_model(config.model))
-        try:
-            progress.begin("importing the server")
-            from server.serve import serve
+        with _leaving_at_once():
+            progress = StartProgress(_model(config.model))
+            try:
+                progress.begin("importing the server")
+                from server.serve import serve
 
-            return serve(config, settings, sock, progress)
-        finally:
-            progress.stop()
+                return serve(config, settings, sock, progress)
+            finally:
+                progress.stop()
     except StartError as error:
         return _refuse(str(error))
+
+
+@contextlib.contextmanager
+def _leaving_at_once() -> Iterator[None]:
+    """Whoever stops the server before it can drain, while it is imported, ends it cleanly; ``serve`` takes the signals over."""
+
+    def leave(number: int, frame: FrameType | None) -> None:
+        raise SystemExit(0)
+
+    before = {number: signal.signal(number, leave) for number in (signal.SIGINT, signal.SIGTERM)}
+    try:
+        yield
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
 
 
 def _refuse(sentence: str) -> int:

@@ -226,3 +226,27 @@ def test_what_a_start_leaves_is_not_collected_again_and_again() -> None:
         [sys.executable, "-c", STARTED], cwd=ROOT, capture_output=True, text=True, timeout=100, check=False
     )
     assert (done.returncode, done.stdout.splitlines()[-1]) == (7, "an engine True True"), done.stderr
+
+
+INTERRUPTED = """
+import os, sys
+from importlib.abc import MetaPathFinder
+from server import cli
+
+class Stopped(MetaPathFinder):
+    def find_spec(self, name, *rest):
+        if name == "server.serve":
+            os.kill(os.getpid(), int(sys.argv[1]))
+
+sys.meta_path.insert(0, Stopped())
+sys.exit(cli.main(["--port", "0"]))
+"""
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_a_signal_before_anything_can_be_drained_ends_cleanly(number: signal.Signals) -> None:
+    """While the server itself is imported nobody is served, so there is nothing to wait for and nothing to complain about."""
+    command = [sys.executable, "-c", INTERRUPTED, str(int(number))]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=100, check=False)
+    assert (done.returncode, done.stdout) == (0, "")
+    assert "Traceback" not in done.stderr
