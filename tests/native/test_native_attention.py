@@ -22,6 +22,7 @@ CASES = {
     "256": (2, 1, 256, None),
     "tail": (5, 1, 8, None),
     "tail 40": (4, 2, 40, None),
+    "80": (3, 1, 80, None),
     "window": (4, 2, 32, 9),
     "window over tiles": (4, 2, 32, 100),
     "window of one": (2, 1, 32, 1),
@@ -97,13 +98,34 @@ def test_decode_chunks_and_recompute_agree(case: str, dtype: torch.dtype) -> Non
 
 
 @pytest.mark.parametrize("case", ["grouped", "window", "tail 40"])
-@pytest.mark.parametrize("block_size", [1, 3, 4, 48, 64, 100, 256])
-def test_blocks_change_nothing(case: str, block_size: int) -> None:
-    wanted = Scene(case).run(0, LENGTH)
+@pytest.mark.parametrize("block_size", [1, 3, 4, 17, 48, 64, 100, 256])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+def test_blocks_change_nothing(case: str, block_size: int, dtype: torch.dtype) -> None:
+    wanted = Scene(case, dtype=dtype).run(0, LENGTH)
     for order in (1, -1):
-        scene = Scene(case, block_size, order=order)
+        scene = Scene(case, block_size, dtype, order)
         assert same_bytes(scene.run(0, LENGTH), wanted)
         assert same_bytes(scene.decode([0, 70, 149], width=160), wanted[[0, 70, 149]])
+
+
+@pytest.mark.parametrize("dim", [8, 16, 18, 40])
+@pytest.mark.parametrize("block_size", [3, 16, 32])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+def test_the_last_cell_of_a_pool(dim: int, block_size: int, dtype: torch.dtype) -> None:
+    """Every cell is a position's, to the end of the memory: under sanitizers a read of one number more is seen."""
+    length, heads = 96, 3
+    layout = HeadLayout(heads, 1, dim, block_size, length // block_size)
+    q, keys, values = numbers(1, length, heads, dim), numbers(2, length, 1, dim), numbers(3, length, 1, dim)
+    cache = Cache(layout, dtype)
+    table = torch.arange(layout.blocks)[None]
+    cache.write(table[0].tolist(), keys, values)
+    assert cache.pool.isfinite().all()
+    for start, window in ((0, None), (0, 5), (length - 1, None), (length - 1, 5)):  # for many query rows and for few
+        positions = torch.arange(start, length)
+        out = torch.empty(len(positions), heads * dim)
+        kernels(2).attend(layout, q[start:].reshape(len(positions), -1), positions, table, cache.pool, window, out)
+        wanted = attention_in_fp64(q[-1], keys.to(dtype).float(), values.to(dtype).float(), length - 1, window)
+        np.testing.assert_allclose(out[-1].reshape(heads, dim).numpy(), wanted, atol=3e-6)
 
 
 @pytest.mark.parametrize("case", ["grouped", "window over tiles"])

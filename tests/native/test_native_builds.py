@@ -134,13 +134,31 @@ def test_kernel_tests_pass_under_sanitizers(tmp_path: Path) -> None:
     assert " passed" in result.stdout
 
 
+# Each reads what lies behind the last number: of a row, and of a pool whose last cell is a position's.
+READS_PAST_THE_END = {
+    "a row": (
+        "simd.h",
+        "INLINE V16 load16(const float* p, int64_t n) {\n    if (n >= LANES) return load16(p);",
+        "INLINE V16 load16(const float* p, int64_t n) {\n    if (n >= LANES - 1) return load16(p);",
+        "rows.py",
+    ),
+    "a pool": (
+        "attention.h",
+        "place[d] = d < a.dim ? element(row + d * kv_bytes(a.kind), a.kind) : 0.0f;",
+        "place[d] = element(row + d * kv_bytes(a.kind), a.kind);",
+        "attention.py::test_the_last_cell_of_a_pool",
+    ),
+}
+
+
 @pytest.mark.slow
 @pytest.mark.timeout(1800)
-def test_sanitizers_see_a_read_past_the_end(tmp_path: Path) -> None:
-    old = "INLINE V16 load16(const float* p, int64_t n) {\n    if (n >= LANES) return load16(p);"
-    source = changed_source(tmp_path, "simd.h", (old, old.replace("n >= LANES", "n >= LANES - 1")))
+@pytest.mark.parametrize("of", READS_PAST_THE_END)
+def test_sanitizers_see_a_read_past_the_end(tmp_path: Path, of: str) -> None:
+    file, old, new, test = READS_PAST_THE_END[of]
+    source = changed_source(tmp_path, file, (old, new))
     broken = built(folder=source, cache=tmp_path / "cache", extra=SANITIZED)
-    result = run_under_sanitizers(broken, "tests/native/test_native_rows.py")
+    result = run_under_sanitizers(broken, f"tests/native/test_native_{test}")
     assert result.returncode != 0
     assert "ERROR: AddressSanitizer" in result.stdout + result.stderr
 
