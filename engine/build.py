@@ -184,14 +184,14 @@ def _path_of(weights: Weights | NativeWeights | TritonWeights) -> str:
 
 
 def resolve_kv_dtype(name: str, dtype: torch.dtype, compute: str, *, narrow: bool = False) -> torch.dtype:
-    """``auto`` is what is computed in, or fp16 on native kernels for ``narrow`` weights, whose own rounding is far coarser.
+    """``auto`` is what is computed in, or fp16 on native kernels for ``narrow`` weights, which were rounded as much or more.
 
     Raises ``ConfigError`` where no kernel reads the type that was asked for.
     """
     if name == "auto":
         return torch.float16 if narrow and compute == "native" else dtype
     kv_dtype = _DTYPES[name]
-    if kv_dtype != dtype and compute == "torch":
+    if kv_dtype != dtype and compute != "native":
         computed = str(dtype).removeprefix("torch.")
         raise ConfigError(
             "kv_dtype", f"kv_dtype is {name}, but must be {computed} or auto: only native kernels convert it"

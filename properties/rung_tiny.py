@@ -1,5 +1,6 @@
 """The tiny rung: a small random transformer in fp32, real attention, real sampler, recorded graphs. ``native`` is the same on
-the native kernels and their tape, ``triton`` on the GPU's kernels in their interpreter, ``gpu`` on CUDA with CUDA graphs.
+the native kernels and their tape with K/V in fp16, ``triton`` on the GPU's kernels in their interpreter, ``gpu`` on CUDA with
+CUDA graphs.
 
 The solo run of each request is computed first and feeds the specification; what a request is told beside its tokens, logprobs and
 digests of logits, is compared with it, too. Before every step the harness fills every cache
@@ -32,6 +33,7 @@ from properties.tiny_network import tiny_network
 
 NOBODY = float("nan")
 MOST_CELLS = 1 << 18
+_BITS = {2: torch.int16, 4: torch.int32}
 
 
 class SoloOracle:
@@ -110,7 +112,8 @@ class TensorWatch:
         """Bool [blocks, block_size]: cells in which any byte changed, and cells in which any number is NaN now."""
         changed, missing = [], []
         for part, before in zip(self._pool.parts, self._before, strict=True):
-            changed.append((part.view(torch.int32) != before.view(torch.int32)).any(1).any(-1))
+            bits = _BITS[part.element_size()]
+            changed.append((part.view(bits) != before.view(bits)).any(1).any(-1))
             missing.append(part.isnan().any(1).any(-1))
         return torch.stack(changed).any(0).cpu().numpy(), torch.stack(missing).any(0).cpu().numpy()
 

@@ -63,7 +63,7 @@ def _native() -> MakeNetwork:
     except BuildError as error:
         raise Unavailable(f"no native kernels: {error}") from None
     threads = weights.library.pool(1)
-    return lambda sizes: NativeNetwork(weights, sizes, threads)
+    return lambda sizes: NativeNetwork(weights, sizes, threads, torch.float16)  # as the default model is served
 
 
 def _cuda() -> MakeNetwork:

@@ -97,7 +97,7 @@ def _line(field: str, entries: Sequence[Mapping[str, Any]]) -> str:
         message = str(entry.get("msg", "is not valid")).removeprefix("Value error, ")
         return f"{name} is {brief(given)}: {shorten(message, 2 * MAX_INPUT)}"
     if entry.get("loc", ())[-1:] == (_KEY,):
-        return f"{name.rpartition('.')[0]} has the key {brief(given)}, but each key must be {allowed}"
+        return f"{_field(entry['loc'][:-2])} has the key {brief(given)}, but each key must be {allowed}"
     return f"{name} is {brief(given)}, but must be {allowed}"
 
 

@@ -58,7 +58,7 @@ class Options:
         _flag(
             _MODEL,
             "auto, float32, float16 or bfloat16: of the KV cache. auto is float16, half the room, where native kernels serve "
-            "weights narrower than fp32, else float32.",
+            "weights narrower than fp32, else what is computed in.",
         ),
     ] = "auto"
     batch_invariant: Annotated[
@@ -86,7 +86,12 @@ class Options:
     ] = None
 
     num_kv_blocks: Annotated[
-        int | None, _flag(_MEMORY, "KV blocks in the pool; by default what memory allows. Few blocks force preemption.")
+        int | None,
+        _flag(
+            _MEMORY,
+            "KV blocks in the pool. By default, on a CPU, 256 MiB or one request of the whole context, whichever is more; on a "
+            "GPU what memory allows. Few blocks force preemption.",
+        ),
     ] = None
     block_size: Annotated[int, _flag(_MEMORY, "Tokens in a KV block.")] = 16
     max_num_seqs: Annotated[int, _flag(_MEMORY, "Requests that run at the same time.")] = 16

@@ -18,7 +18,7 @@
 
 constexpr int64_t TILE = 64;
 constexpr int64_t MAX_DIM = 256;  // of a head; kernels.py refuses more
-constexpr int64_t UNIT_ROWS = 64;  // query rows of a unit, about: the keys of a tile are transposed once for all of them
+constexpr int64_t UNIT_ROWS = 64;  // query rows of a unit, about: a tile is found, and widened, once for all of them
 
 struct Attention {
     const float* q;  // [tokens][ldq], heads side by side

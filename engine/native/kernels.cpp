@@ -262,7 +262,7 @@ void rotate_head(const float* x, const float* cos, const float* sin, int64_t dim
     }
 }
 
-// One number of K/V; what fp16 has no room for becomes its largest number.
+// One number of K/V; what is finite and has no room in fp16 becomes its largest number.
 INLINE void write_number(const Rotate& a, int64_t index, float x) {
     if (a.kind == 0)
         reinterpret_cast<float*>(a.pool)[index] = x;

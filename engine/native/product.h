@@ -199,7 +199,7 @@ __attribute__((noinline)) static void multiply_all(int64_t rows, const float* x,
                                                    int64_t n, bool far, bool fresh) {
     for (int64_t c = 0; c < n;) {
         int64_t left = (n - c + LANES - 1) / LANES, panels = left < PANELS ? left : PANELS;
-        if (PANELS > 2 && left == PANELS + 1) panels = 2;  // a tile of keys is four panels: two and two, not three and one
+        if (PANELS > 2 && left == PANELS + 1) panels = 2;  // four are two and two, not three and one
         const int64_t width = panels * LANES;
         int64_t lanes = (n - c < width ? n - c : width) - (panels - 1) * LANES;
         const float* weights = w + c / LANES * panel;

@@ -42,8 +42,8 @@ INLINE uint16_t float_to_bf16(float value) {  // to nearest, ties to even; NaN s
     return uint16_t((bits + 0x7fff + ((bits >> 16) & 1)) >> 16);
 }
 
-INLINE uint16_t float_to_half(float value) {  // to nearest, ties to even, at most the largest number; NaN stays NaN
-    value = value > 65504.0f ? 65504.0f : value < -65504.0f ? -65504.0f : value;
+INLINE uint16_t float_to_half(float value) {  // to nearest, ties to even; beyond the largest number is that, but infinity and NaN stay
+    value = std::fabs(value) == INFINITY ? value : value > 65504.0f ? 65504.0f : value < -65504.0f ? -65504.0f : value;
 #if defined(__F16C__)
     return uint16_t(_cvtss_sh(value, 0));
 #else
@@ -51,6 +51,7 @@ INLINE uint16_t float_to_half(float value) {  // to nearest, ties to even, at mo
     std::memcpy(&bits, &value, 4);
     const uint32_t sign = bits >> 16 & 0x8000, magnitude = bits & 0x7fffffff;
     if (magnitude > 0x7f800000) return uint16_t(sign | 0x7e00 | (magnitude >> 13 & 0x1ff));
+    if (magnitude == 0x7f800000) return uint16_t(sign | 0x7c00);
     if (magnitude < 0x38800000) {  // subnormal: adding 0.5 leaves the number of halves of 2^-24 in the last bits
         float shifted = bits_to_float(magnitude) + 0.5f;
         std::memcpy(&bits, &shifted, 4);

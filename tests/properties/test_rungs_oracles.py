@@ -93,9 +93,9 @@ def test_stop_tokens_of_the_digest_oracle() -> None:
         assert oracle.stop_ids(5, Submit(0, refused, 6, stop_at=1)) == frozenset()
 
 
-@pytest.mark.parametrize("kernels", ["torch", "native"])
-def test_the_solo_run_is_full_attention(kernels: str) -> None:
-    """Prefill and each decode step, beyond the sliding window."""
+@pytest.mark.parametrize(("kernels", "bound"), [("torch", 2e-4), ("native", 2e-2)])
+def test_the_solo_run_is_full_attention(kernels: str, bound: float) -> None:
+    """Prefill and each decode step, beyond the sliding window; native kernels keep keys and values in fp16 there."""
     prompt = prompt_tokens((("sys", 12),))
     try:
         solo = SoloRunner(kernels, 48)
@@ -110,7 +110,7 @@ def test_the_solo_run_is_full_attention(kernels: str) -> None:
     solo.runner.sampler.sample = sample  # type: ignore[method-assign]
     samples = solo.run(prompt, SamplingSpec(SamplingParams(temperature=0.0), 0), 12)
     naive = naive_logits(tiny_model(), [*prompt, *(one.token for one in samples[:-1])])[len(prompt) - 1 :]
-    assert torch.allclose(torch.cat(seen).double(), naive, atol=2e-4, rtol=0)
+    assert torch.allclose(torch.cat(seen).double(), naive, atol=bound, rtol=0)
     assert float(naive.std()) > 1  # flat logits would agree with anything
 
 
