@@ -194,11 +194,11 @@ void multiply_keys(const float* x, int64_t dim, const uint8_t* const* panels, in
 }
 
 #if LANES_AVX512
-constexpr int KEY_ROWS = 8, KEY_PANELS = 2, FEW_ROWS = 4, FEW_PANELS = 4;  // at most 16 sums, at least 12 but for two rows
+constexpr int KEY_ROWS = 8, KEY_PANELS = 2, FEW_KEY_ROWS = 4, FEW_KEY_PANELS = 4;  // at most 16 sums, at least 12 but for two rows
 #elif LANES_AVX2
-constexpr int KEY_ROWS = 4, KEY_PANELS = 1, FEW_ROWS = 2, FEW_PANELS = 2;
+constexpr int KEY_ROWS = 4, KEY_PANELS = 1, FEW_KEY_ROWS = 2, FEW_KEY_PANELS = 2;
 #else
-constexpr int KEY_ROWS = 4, KEY_PANELS = 1, FEW_ROWS = 2, FEW_PANELS = 1;
+constexpr int KEY_ROWS = 4, KEY_PANELS = 1, FEW_KEY_ROWS = 2, FEW_KEY_PANELS = 1;
 #endif
 
 template <class T, int V>
@@ -221,11 +221,11 @@ INLINE void multiply_keys_rows(int64_t rows, const float* x, int64_t dim, const 
 template <class T>
 INLINE void multiply_keys_few(int64_t rows, const float* x, int64_t dim, const uint8_t* const* at, int64_t step, float* out) {
     switch (rows) {
-        case 1: return multiply_keys<T, 1, FEW_PANELS>(x, dim, at, step, out);
-        case 2: return multiply_keys<T, 2, FEW_PANELS>(x, dim, at, step, out);
+        case 1: return multiply_keys<T, 1, FEW_KEY_PANELS>(x, dim, at, step, out);
+        case 2: return multiply_keys<T, 2, FEW_KEY_PANELS>(x, dim, at, step, out);
 #if LANES_AVX512
-        case 3: return multiply_keys<T, 3, FEW_PANELS>(x, dim, at, step, out);
-        case 4: return multiply_keys<T, 4, FEW_PANELS>(x, dim, at, step, out);
+        case 3: return multiply_keys<T, 3, FEW_KEY_PANELS>(x, dim, at, step, out);
+        case 4: return multiply_keys<T, 4, FEW_KEY_PANELS>(x, dim, at, step, out);
 #endif
     }
 }
@@ -234,8 +234,8 @@ INLINE void multiply_keys_few(int64_t rows, const float* x, int64_t dim, const u
 template <class T>
 INLINE void multiply_panels(const QueryRows& u, int64_t dim, const Tile& tile, int64_t first, int64_t end) {
     for (int64_t p = first; p < end;) {
-        const int64_t left = end - p, few = u.rows <= FEW_ROWS && left >= FEW_PANELS;
-        const int64_t panels = few ? FEW_PANELS : left < KEY_PANELS ? 1 : KEY_PANELS;
+        const int64_t left = end - p, few = u.rows <= FEW_KEY_ROWS && left >= FEW_KEY_PANELS;
+        const int64_t panels = few ? FEW_KEY_PANELS : left < KEY_PANELS ? 1 : KEY_PANELS;
         for (int64_t r = 0; r < u.rows; r += KEY_ROWS) {
             const int64_t some = u.rows - r < KEY_ROWS ? u.rows - r : KEY_ROWS;
             float* place = u.scores + r * TILE + p * LANES;

@@ -30,7 +30,7 @@ constexpr int64_t K_PIECE = 128;  // k's of one tile that stay in the first-leve
 // weights from the second level: pieces are as long as it has room for.
 constexpr int64_t MANY = 128, K_LONG = 1536;
 // How far ahead of their use weights of few rows are asked for: the hardware does not see so many streams coming.
-constexpr int64_t AHEAD = 1536;
+constexpr int64_t BYTES_AHEAD = 1536;
 
 INLINE void prefetch(const uint8_t* p, int64_t bytes) {
     int64_t byte = 0;
@@ -140,7 +140,7 @@ void multiply(const float* x, int64_t ldx, const float* w, int64_t panel, int64_
     for (int64_t k = 0; k < count; ++k) {
         V16 weight[V];
         for (int v = 0; v < V; ++v) weight[v] = load16(w + v * panel + k * step);
-        for (int v = 0; v < V && far; ++v) __builtin_prefetch(w + v * panel + k * step + AHEAD / 4, 0, 3);
+        for (int v = 0; v < V && far; ++v) __builtin_prefetch(w + v * panel + k * step + BYTES_AHEAD / 4, 0, 3);
         for (int r = 0; r < R; ++r) {
             V16 value = set16(x[r * ldx + k]);
             for (int v = 0; v < V; ++v) acc[r][v] = fma(value, weight[v], acc[r][v]);
@@ -159,7 +159,7 @@ void multiply_stored(const float* x, int64_t ldx, const uint8_t* w, int64_t pane
         for (int v = 0; v < V; ++v) {
             const uint8_t* group = w + v * panel + g * T::BYTES;
             scale[v] = T::scale(group);
-            prefetch(group + AHEAD, T::BYTES);
+            prefetch(group + BYTES_AHEAD, T::BYTES);
         }
         for (int64_t i = 0; i < T::GROUP / T::STEP; ++i) {
             const float* values = x + g * T::GROUP + i * T::STEP;

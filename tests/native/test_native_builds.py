@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import os
+import platform
 import subprocess
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
 import torch
 
-from engine.native.build import NO_TILES, TARGET, built, find_compiler, native_target, tiles_granted
+import engine.native
+from engine.native.build import FLAGS, NO_TILES, SOURCES, TARGET, built, find_compiler, native_target, tiles_granted
 from engine.native.kernels import HeadLayout
 from engine.native.library import TYPES, Library
 from engine.native.runner import library
@@ -36,6 +39,42 @@ BREAKS = (
     "linear.py::test_broken_order_is_noticed",
     "integer.py::test_a_broken_order_is_noticed",
 )  # with builds of their own
+
+
+PROCESSORS = {
+    "portable": (),
+    "AVX2": AVX2,
+    "AVX-512": ("-march=skylake-avx512", "-DLOCKSTEP_NO_TILES"),
+    "matrix tiles": ("-march=skylake-avx512", "-mavx512bf16", "-mamx-tile", "-mamx-bf16"),
+}
+
+
+def complaints(folder: Path, flags: Sequence[str]) -> str:
+    command = [
+        find_compiler(),
+        *FLAGS,
+        *flags,
+        "-fsyntax-only",
+        "-Wall",
+        "-Wextra",
+        "-Werror",
+        str(folder / SOURCES[0]),
+    ]
+    return subprocess.run(command, capture_output=True, text=True, check=False).stderr
+
+
+@pytest.mark.skipif(platform.machine() != "x86_64", reason="missing optional system tool: an x86-64 processor")
+@pytest.mark.parametrize("processor", PROCESSORS)
+def test_the_sources_compile_for_processors_that_this_one_is_not(processor: str) -> None:
+    """A name that two files give to different things is seen where only one of them is compiled, too."""
+    assert complaints(Path(engine.native.__file__).parent, PROCESSORS[processor]) == ""
+
+
+@pytest.mark.skipif(platform.machine() != "x86_64", reason="missing optional system tool: an x86-64 processor")
+def test_a_clash_of_names_is_seen(tmp_path: Path) -> None:
+    source = changed_source(tmp_path, "product.h", ("BYTES_AHEAD = 1536;", "BYTES_AHEAD = 1536, AHEAD = 1;"))
+    seen = {name: "redefinition" in complaints(source, flags) for name, flags in PROCESSORS.items()}
+    assert seen == {"portable": False, "AVX2": False, "AVX-512": False, "matrix tiles": True}
 
 
 def outputs(of: Library, kind: str) -> list[torch.Tensor]:
