@@ -71,13 +71,13 @@ def main(arguments: Sequence[str] | None = None) -> int:
     try:
         sock = bind(settings.host, settings.port)
         logs.configure(settings.log_level, settings.log_format)
-        with _leaving_at_once():
+        with _noting() as early:
             progress = StartProgress(_model(config.model))
             try:
                 progress.begin("importing the server")
                 from server.serve import serve
 
-                return serve(config, settings, sock, progress)
+                return serve(config, settings, sock, progress, early)
             finally:
                 progress.stop()
     except StartError as error:
@@ -85,15 +85,17 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 @contextlib.contextmanager
-def _leaving_at_once() -> Iterator[None]:
-    """Whoever stops the server before it can drain, while it is imported, ends it cleanly; ``serve`` takes the signals over."""
+def _noting() -> Iterator[list[int]]:
+    """Signals that come while the server is imported, for ``serve``, which takes them over and leaves when it can do so cleanly.
+    An exception raised in the midst of foreign imports could be swallowed by them."""
+    early: list[int] = []
 
-    def leave(number: int, frame: FrameType | None) -> None:
-        raise SystemExit(0)
+    def note(number: int, frame: FrameType | None) -> None:
+        early.append(number)
 
-    before = {number: signal.signal(number, leave) for number in (signal.SIGINT, signal.SIGTERM)}
+    before = {number: signal.signal(number, note) for number in (signal.SIGINT, signal.SIGTERM)}
     try:
-        yield
+        yield early
     finally:
         for number, handler in before.items():
             signal.signal(number, handler)

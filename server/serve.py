@@ -16,7 +16,7 @@ import os
 import signal
 import socket
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Literal
 
 import structlog
@@ -49,9 +49,16 @@ class _Server(uvicorn.Server):
         yield
 
 
-def serve(config: EngineConfig, settings: ServerSettings, sock: socket.socket, progress: console.StartProgress) -> int:
+def serve(
+    config: EngineConfig,
+    settings: ServerSettings,
+    sock: socket.socket,
+    progress: console.StartProgress,
+    early: Sequence[int] = (),
+) -> int:
     """Runs until a signal or the engine's death, and returns the exit status. Raises ``StartError`` for a setting or a
-    model that cannot work. ``sock`` listens already; logs are configured; ``progress`` goes on with what loads the model."""
+    model that cannot work. ``sock`` listens already; logs are configured; ``progress`` goes on with what loads the model;
+    ``early`` grows by signals that come before this takes them over."""
     seconds = 0.0
 
     def make() -> Engine:
@@ -80,7 +87,7 @@ def serve(config: EngineConfig, settings: ServerSettings, sock: socket.socket, p
         )
     )
     with asyncio.Runner(loop_factory=server.config.get_loop_factory()) as runner:
-        status = runner.run(_run(app, server, sock, url_of(settings.host, sock), lambda: seconds))
+        status = runner.run(_run(app, server, sock, url_of(settings.host, sock), lambda: seconds, early))
     progress.stop()  # of a start that came to no end
     failure = context.bridge.failure
     if context.bridge.phase is Phase.FAILED and failure is not None:
@@ -123,7 +130,14 @@ def _farewell(requests: int, seconds: float) -> str:
     return f"shutting down: waiting up to {seconds:g} s for {requests} requests; again to stop now"
 
 
-async def _run(app: FastAPI, server: _Server, sock: socket.socket, url: str, seconds: Callable[[], float]) -> int:
+async def _run(
+    app: FastAPI,
+    server: _Server,
+    sock: socket.socket,
+    url: str,
+    seconds: Callable[[], float],
+    early: Sequence[int],
+) -> int:
     """Serves until told to stop; returns the exit status. ``seconds``: what the start took, once it is over."""
     context: Context = app.state.context
     bridge = context.bridge
@@ -150,6 +164,8 @@ async def _run(app: FastAPI, server: _Server, sock: socket.socket, url: str, sec
 
     for number in (signal.SIGINT, signal.SIGTERM):
         loop.add_signal_handler(number, on_signal)
+    for _ in tuple(early):
+        on_signal()
     serving = asyncio.create_task(server.serve([sock]))
     stopped = asyncio.create_task(stop.wait())
     try:

@@ -54,7 +54,8 @@ def test_recorded_events_replay_unchanged_and_every_rule_gets_its_turn() -> None
             assert [step.after for step in outcome.steps] == self.states
             happened.update(+outcome.occurred)
 
-    run_state_machine_as_test(Recording, settings=FIXED)
+    # Hypothesis draws constants of the modules that happen to be imported, so a few examples differ from run to run.
+    run_state_machine_as_test(Recording, settings=settings(FIXED, max_examples=300))
     assert set(Recording.chosen) == RULES
     for name in ("prefilling", "decoding", "preempted"):
         assert happened[f"aborted while {name}"]
