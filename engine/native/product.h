@@ -24,7 +24,12 @@ constexpr int ROWS = 6, PANELS = 1, ALONE = 3;
 #else
 constexpr int ROWS = 4, PANELS = 1, ALONE = 1;
 #endif
-constexpr int DIRECT = 4;  // up to this many rows weights are dequantised in registers, beyond it once per tile
+// Up to this many rows weights are dequantised in registers, beyond it once per tile.
+#if LANES_AVX512
+constexpr int DIRECT = 8;
+#else
+constexpr int DIRECT = 4;
+#endif
 constexpr int64_t K_PIECE = 128;  // k's of one tile that stay in the first-level cache; a multiple of 32
 // From this many rows on the sums of a tile have left the caches when the next piece of k needs them, which costs more than
 // weights from the second level: pieces are as long as it has room for.
@@ -258,6 +263,12 @@ INLINE void direct(const Linear& a, const uint8_t* w, int64_t panel, const Out& 
         case 2: return multiply_stored<T, 2, V>(a.x, a.ldx, w, panel, groups, out);
         case 3: return multiply_stored<T, 3, V>(a.x, a.ldx, w, panel, groups, out);
         case 4: return multiply_stored<T, 4, V>(a.x, a.ldx, w, panel, groups, out);
+#if LANES_AVX512
+        case 5: return multiply_stored<T, 5, V>(a.x, a.ldx, w, panel, groups, out);
+        case 6: return multiply_stored<T, 6, V>(a.x, a.ldx, w, panel, groups, out);
+        case 7: return multiply_stored<T, 7, V>(a.x, a.ldx, w, panel, groups, out);
+        case 8: return multiply_stored<T, 8, V>(a.x, a.ldx, w, panel, groups, out);
+#endif
     }
 }
 
