@@ -23,8 +23,61 @@
 
 #include "product.h"
 
-#if LANES_AVX512 && defined(__AMX_TILE__) && defined(__AMX_BF16__) && defined(__linux__) && !defined(LOCKSTEP_NO_TILES)
+#if defined(__AMX_TILE__) && defined(__AMX_BF16__) && defined(__linux__)
+#define HAS_TILES 1
+#endif
+// LOCKSTEP_EMULATED_TILES is for tests on processors without them.
+#if LANES_AVX512 && (HAS_TILES || defined(LOCKSTEP_EMULATED_TILES)) && !defined(LOCKSTEP_NO_TILES)
 #define MATRIX_TILES 1
+
+#ifdef LOCKSTEP_EMULATED_TILES
+
+INLINE bool tiles_permitted() { return true; }
+
+struct EmulatedTiles {
+    alignas(64) uint8_t lines[8][1024];
+    int count[8];
+};
+static thread_local EmulatedTiles emulated;
+
+template <int T>
+INLINE void tile_load(const void* lines) {
+    std::memcpy(emulated.lines[T], lines, size_t(emulated.count[T]) * 64);
+}
+template <int T>
+INLINE void tile_store(void* lines) {
+    std::memcpy(lines, emulated.lines[T], size_t(emulated.count[T]) * 64);
+}
+template <int T>
+INLINE void tile_zero() {
+    std::memset(emulated.lines[T], 0, sizeof emulated.lines[T]);
+}
+// What the instruction was found to do, see above.
+template <int SUM, int X, int W>
+INLINE void tile_dot() {
+    const unsigned before = _mm_getcsr();
+    _mm_setcsr((before & ~0x6000u) | 0x8040);  // to nearest, subnormals are zero
+    for (int m = 0; m < emulated.count[X]; ++m) {
+        const uint16_t* x = reinterpret_cast<const uint16_t*>(emulated.lines[X]) + m * 32;
+        __m512 even = _mm512_setzero_ps(), odd = _mm512_setzero_ps();
+        for (int k = 0; k < 16; ++k) {
+            const __m512i w = _mm512_load_si512(emulated.lines[W] + k * 64);
+            const __m512 low = _mm512_castsi512_ps(_mm512_slli_epi32(w, 16));
+            const __m512 high = _mm512_castsi512_ps(_mm512_and_si512(w, _mm512_set1_epi32(int(0xffff0000))));
+            even = _mm512_fmadd_ps(_mm512_set1_ps(bits_to_float(uint32_t(x[2 * k]) << 16)), low, even);
+            odd = _mm512_fmadd_ps(_mm512_set1_ps(bits_to_float(uint32_t(x[2 * k + 1]) << 16)), high, odd);
+        }
+        float* sum = reinterpret_cast<float*>(emulated.lines[SUM]) + m * 16;
+        _mm512_store_ps(sum, _mm512_add_ps(_mm512_load_ps(sum), _mm512_add_ps(even, odd)));
+    }
+    _mm_setcsr(before);
+}
+INLINE void tile_shapes(const void*, const uint8_t* lines) {
+    for (int i = 0; i < 8; ++i) emulated.count[i] = lines[i];
+}
+INLINE void tile_release() {}
+
+#else
 #include <sys/syscall.h>
 #include <unistd.h>
 
@@ -51,6 +104,10 @@ template <int SUM, int X, int W>
 INLINE void tile_dot() {
     asm volatile("tdpbf16ps %%tmm%c2, %%tmm%c1, %%tmm%c0" ::"n"(SUM), "n"(X), "n"(W));
 }
+INLINE void tile_shapes(const void* shapes, const uint8_t*) { asm volatile("ldtilecfg (%0)" ::"r"(shapes) : "memory"); }
+INLINE void tile_release() { asm volatile("tilerelease"); }
+
+#endif
 
 constexpr int LINES = 16, LINE = 32;      // of a tile; elements of a line
 constexpr int64_t TILE_ELEMENTS = LINES * LINE, PARTS = 3;
@@ -73,9 +130,9 @@ class Shapes {
             shapes.bytes[i] = 64;
             shapes.lines[i] = uint8_t(i < WEIGHTS ? lines : LINES);
         }
-        asm volatile("ldtilecfg (%0)" ::"r"(&shapes) : "memory");
+        tile_shapes(&shapes, shapes.lines);
     }
-    ~Shapes() { asm volatile("tilerelease"); }
+    ~Shapes() { tile_release(); }
     Shapes(const Shapes&) = delete;
     Shapes& operator=(const Shapes&) = delete;
 };

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from pathlib import Path
 
 import attrs
@@ -18,9 +19,16 @@ from engine.native.tape import NativeTape
 from tests.native.kit import changed_source, kernels, kernels_of, numbers, same_bytes, weight
 
 QUANTISED = ("Q8_0", "Q4_0", "Q4_1")
-needs_tiles = pytest.mark.skipif(
-    not tiles_granted(), reason="missing optional system tool: a processor with matrix tiles of bf16"
-)
+
+
+def tiled_target() -> tuple[str, ...]:
+    """The processor's own tiles, or vectors that do what the instruction was found to do."""
+    return TARGET if tiles_granted() else (*TARGET, "-DLOCKSTEP_EMULATED_TILES")
+
+
+@functools.cache
+def tiled() -> Library:
+    return library() if tiles_granted() else Library(built(target=tiled_target()))
 
 
 def alone(kernel: Kernels, kind: str, x: torch.Tensor, n: int, of: Library | None = None) -> torch.Tensor:
@@ -35,12 +43,12 @@ def alone(kernel: Kernels, kind: str, x: torch.Tensor, n: int, of: Library | Non
 def test_every_number_of_rows(kind: str) -> None:
     """1..64, which few rows and many compute in different ways, and more than one chunk of tiles."""
     n, k = 72, 96
-    packed, _ = weight(kind, n, k)
+    packed, _ = weight(kind, n, k, 0, tiled())
     x = numbers(1, 300, k)
-    wanted = alone(kernels(), kind, x, n)
+    wanted = alone(kernels_of(tiled(), 1), kind, x, n, tiled())
     for rows in (*range(1, 65), 127, 128, 129, 300):
         out = torch.full((rows, n), float("nan"))
-        kernels(2).linear(packed, None, x[:rows], out)
+        kernels_of(tiled(), 2).linear(packed, None, x[:rows], out)
         assert same_bytes(out, wanted[:rows]), rows
 
 
@@ -48,27 +56,26 @@ def test_every_number_of_rows(kind: str) -> None:
 def test_extreme_numbers(kind: str) -> None:
     """Zeros of both signs, subnormals, sizes that cancel, infinity and NaN: one row's bytes in a crowd too."""
     n, k = 40, 64
-    packed, _ = weight(kind, n, k)
+    packed, _ = weight(kind, n, k, 0, tiled())
     x = numbers(2, 20, k)
     x[1], x[2], x[3] = 0.0, -0.0, x[3] * 1e-39
     x[4], x[5], x[6] = x[4] * 1e30, x[5] * 1e-30, x[6] * torch.logspace(-38, 30, k)
     x[7, 5], x[8, 40] = float("inf"), float("nan")
     out = torch.empty(20, n)
-    kernels(2).linear(packed, None, x, out)
-    assert same_bytes(out, alone(kernels(), kind, x, n))
+    kernels_of(tiled(), 2).linear(packed, None, x, out)
+    assert same_bytes(out, alone(kernels_of(tiled(), 1), kind, x, n, tiled()))
     ordinary = [row for row in range(20) if row not in (7, 8)]
     assert out[ordinary].isfinite().all()
     assert out[7:9].isfinite().logical_not().all()
 
 
-@needs_tiles
 @pytest.mark.parametrize("kind", QUANTISED)
 def test_more_exact_than_one_chain(kind: str) -> None:
     """Activations enter with all of their 24 bits: below two roundings of the whole sum, where bf16 would be at 2^15."""
     n, k = 48, 1536
-    packed, exact = weight(kind, n, k)
+    packed, exact = weight(kind, n, k, 0, tiled())
     x, out = numbers(3, 24, k), torch.empty(24, n)
-    kernels().linear(packed, None, x, out)
+    kernels_of(tiled(), 1).linear(packed, None, x, out)
     values = x.double().numpy()
     error = np.abs(out.double().numpy() - values @ exact.T) / (np.abs(values) @ np.abs(exact).T)
     assert error.max() < 2 * 2.0**-24
@@ -137,14 +144,13 @@ def test_without_tiles(tmp_path: Path) -> None:
         torch.testing.assert_close(found[0], found[1], rtol=1e-4, atol=1e-5)
 
 
-@needs_tiles
 @pytest.mark.timeout(300)
 @pytest.mark.parametrize("kind", QUANTISED)
 def test_a_weight_packed_for_another_library_is_refused(kind: str) -> None:
     """Two builds in one process: as many bytes in another order, which without the check are other numbers, silently."""
     plain = Library(built(target=(*TARGET, *NO_TILES)))
     x, out, wanted = numbers(5, 9, 160), torch.empty(9, 50), torch.empty(9, 50)
-    for of, other in ((plain, library()), (library(), plain)):
+    for of, other in ((plain, tiled()), (tiled(), plain)):
         mine, theirs = weight(kind, 50, 160, 0, of)[0], weight(kind, 50, 160, 0, other)[0]
         told = f"is packed as '{other.layouts[kind]}', but these kernels read '{of.layouts[kind]}'"
         with pytest.raises(BadCall, match=told):
@@ -156,7 +162,6 @@ def test_a_weight_packed_for_another_library_is_refused(kind: str) -> None:
         assert not torch.allclose(out, wanted, atol=0.1)
 
 
-@needs_tiles
 @pytest.mark.slow
 @pytest.mark.timeout(1800)
 @pytest.mark.parametrize(
@@ -171,11 +176,11 @@ def test_a_weight_packed_for_another_library_is_refused(kind: str) -> None:
 def test_a_broken_order_is_noticed(tmp_path: Path, change: tuple[str, str]) -> None:
     """Few rows against many, and exactness."""
     source = changed_source(tmp_path, "tiles.h", change)
-    of = Library(built(folder=source, cache=tmp_path / "cache", extra=("-O1",)))
+    of = Library(built(folder=source, cache=tmp_path / "cache", target=tiled_target(), extra=("-O1",)))
     x = torch.cat([numbers(6, 20, 608), numbers(7, 20, 608) * 1e-38])
     packed, _ = weight("Q8_0", 48, 608, 0, of)
-    true, _ = weight("Q8_0", 48, 608)
+    true, _ = weight("Q8_0", 48, 608, 0, tiled())
     out, wanted = torch.empty(40, 48), torch.empty(40, 48)
     kernels_of(of, 1).linear(packed, None, x, out)
-    kernels().linear(true, None, x, wanted)
+    kernels_of(tiled(), 1).linear(true, None, x, wanted)
     assert not same_bytes(out, alone(kernels_of(of, 1), "Q8_0", x, 48, of)) or not same_bytes(out, wanted)
