@@ -258,9 +258,3 @@ INLINE V16 exp16(V16 x) {
     p = fma(p, mul(r, r), add(r, set16(1.0f)));
     return mul(p, power_of_two(n));
 }
-
-INLINE float exp1(float x) {
-    float lanes[LANES];
-    store16(lanes, exp16(set16(x)));
-    return lanes[0];
-}

@@ -185,3 +185,10 @@ def test_a_long_name_is_not_repeated_for_every_entry_behind_it() -> None:
         assert tracemalloc.get_traced_memory()[1] < 2**26
     finally:
         tracemalloc.stop()
+
+
+def test_a_key_with_a_dot_does_not_cut_the_name_of_its_field() -> None:
+    with TestClient(create_app(stub_engine())) as client:
+        body = {"prompt": [5], "max_tokens": 1, "logit_bias": {"x.y": 1}}
+        message = client.post("/v1/completions", json=body).json()["error"]["message"]
+    assert message.startswith("logit_bias has the key 'x.y', but each key must be ")
